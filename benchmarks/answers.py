@@ -40,7 +40,7 @@ from mmaccel.errors import MmaccelError
 from mmaccel.programs.bench import provenance
 from mmaccel.programs.evaluate import Question, ask_suite, batches
 from mmaccel.programs.tune.confidence import interval
-from mmaccel.programs.tune.evaluate import Exam, Goal, Measured
+from mmaccel.programs.tune.evaluate import AnsweredBatch, Goal, Measurement
 from mmaccel.recipe import Recipe, Stage, get_recipe
 from mmaccel.suite import IMAGE_TASKS, VIDEO_TASKS
 
@@ -186,17 +186,17 @@ def recipe_of(title: str) -> Recipe:
     return found.override(retain=float(budget)) if budget else found
 
 
-def judged(exam: Exam, recipe: Recipe, folder: Path) -> Measured:
-    """A recipe on the questions of an exam, for the model of ``folder``."""
+def judged(one: AnsweredBatch, recipe: Recipe, folder: Path) -> Measurement:
+    """A recipe on one batch of questions, for the model of ``folder``."""
     names = {stage.method for stage in recipe.stages}
     if names & {*_DRAFTED}:
         recipe = recipe.override(draft=str(folder))
     if not names & {*_CROPPING}:
-        return exam.judge(recipe)
-    measured = Measured()
-    for question, prompt in exam.batch:
-        alone = Exam(exam.model, exam.processor, [(question, prompt)], exam.longest, measure=False)
-        measured += alone.judge(recipe.override(query=prompt.question, clip_model=str(folder.with_name("mini-clip"))))
+        return one.measure(recipe)
+    measured = Measurement()
+    for question, prompt in one.batch:
+        alone = AnsweredBatch(one.model, one.processor, [(question, prompt)], one.longest, timed=False)
+        measured += alone.measure(recipe.override(query=prompt.question, clip_model=str(folder.with_name("mini-clip"))))
     return measured
 
 
@@ -223,16 +223,16 @@ def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
     done = 0
     for batch in batches(asked(args.kind, args.questions), args.batch_size):
         done += len(batch)
-        exam = None
+        one = None
         for title in args.recipes:
-            known = Measured.of(rows[title]) if title in rows else Measured()
+            known = Measurement.of(rows[title]) if title in rows else Measurement()
             if title in refused or len(known.kept) >= done:
                 continue
             if end is not None and time.monotonic() > end:
                 return
-            exam = exam or Exam(model, processor, batch, 32, measure=False)
+            one = one or AnsweredBatch(model, processor, batch, 32, timed=False)
             try:
-                rows[title] = (known + judged(exam, recipe_of(title), folder)).as_dict()
+                rows[title] = (known + judged(one, recipe_of(title), folder)).as_dict()
             except MmaccelError as error:
                 refused[title] = str(error)
             write(args.out, report)
@@ -252,10 +252,10 @@ def also(before: str | None, now: str) -> str:
     return " and ".join(dict.fromkeys((*known, now)))
 
 
-def found(report: dict[str, Any]) -> Iterator[tuple[str, Measured]]:
+def found(report: dict[str, Any]) -> Iterator[tuple[str, Measurement]]:
     """The rows, in the order of their list."""
     for title, row in report["rows"].items():
-        yield title, Measured.of(row)
+        yield title, Measurement.of(row)
 
 
 def sign_test(better: int, worse: int) -> float:
@@ -265,7 +265,7 @@ def sign_test(better: int, worse: int) -> float:
     return min(1.0, 2 * tail / 2**number)
 
 
-def against(title: str, rows: Mapping[str, Measured]) -> str:
+def against(title: str, rows: Mapping[str, Measurement]) -> str:
     """How many questions only this recipe keeps, how many only ``divprune`` at the same budget, and whether that is chance."""
     name, _, budget = title.removesuffix(":proportional").partition(":")
     base = rows.get(f"divprune:{budget}")

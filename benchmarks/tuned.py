@@ -30,9 +30,9 @@ from mmaccel.cli.shared.text import markdown, put_between
 from mmaccel.errors import MmaccelError
 from mmaccel.programs.bench import provenance
 from mmaccel.programs.evaluate import Question, ask_suite, batches
-from mmaccel.programs.tune.baselines import at_cost
+from mmaccel.programs.tune.baselines import at_equal_cost
 from mmaccel.programs.tune.confidence import interval
-from mmaccel.programs.tune.evaluate import Exam, Measured
+from mmaccel.programs.tune.evaluate import AnsweredBatch, Measurement
 from mmaccel.programs.tune.tuning import tune
 from mmaccel.recipe import Recipe, get_recipe, recipes
 
@@ -71,43 +71,43 @@ def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
             raise MmaccelError(f"No recipe keeps {args.keep:.0%} of the answers; give a smaller --keep.")
         report["recipe"] = made.recipe.to_json()
         write(args.out, report)
-    exams = [
-        Exam(model, processor, batch, 32, measure=False)
+    answered = [
+        AnsweredBatch(model, processor, batch, 32, timed=False)
         for batch in batches(asked(args.kind, args.questions), args.batch_size)
     ]
-    ask(report, "tuned", get_recipe(Recipe.from_json(report["recipe"])), exams, args.out)
-    cost = Measured.of(report["rows"]["tuned"]).share("tokens")
+    ask(report, "tuned", get_recipe(Recipe.from_json(report["recipe"])), answered, args.out)
+    cost = Measurement.of(report["rows"]["tuned"]).share("tokens")
     for name, fixed in recipes().items():
         if fixed.primary is None or name in report["rows"] or name in report["refused"]:
             continue
         try:
-            same = at_cost(exams[0].judge, fixed, "tokens", cost, over=True)
+            same = at_equal_cost(answered[0].measure, fixed, "tokens", cost, over=True)
             if same is None:
                 report["refused"][name] = "cannot be had at this cost"
             else:
-                ask(report, name, same[0], exams, args.out)
+                ask(report, name, same[0], answered, args.out)
         except MmaccelError as error:
             report["refused"][name] = str(error)
 
 
-def ask(report: dict[str, Any], name: str, recipe: Recipe, exams: list[Exam], out: Path) -> None:
+def ask(report: dict[str, Any], name: str, recipe: Recipe, answered: list[AnsweredBatch], out: Path) -> None:
     """One row."""
     if name in report["rows"]:
         return
-    report["rows"][name] = sum((exam.judge(recipe) for exam in exams), Measured()).as_dict()
+    report["rows"][name] = sum((one.measure(recipe) for one in answered), Measurement()).as_dict()
     write(out, report)
-    print(f"{name}: {percent(Measured.of(report['rows'][name]).agreement)}", flush=True)
+    print(f"{name}: {percent(Measurement.of(report['rows'][name]).agreement)}", flush=True)
 
 
 def table(report: dict[str, Any]) -> str:
     """The searched recipe, and the fixed ones that come nearest to it."""
-    rows = {name: Measured.of(row) for name, row in report["rows"].items()}
+    rows = {name: Measurement.of(row) for name, row in report["rows"].items()}
     tuned = rows.pop("tuned")
     lines = [
         ["recipe", "answers kept", "95 % interval", "tokens a layer", "only the searched one keeps, only this one"]
     ]
 
-    def line(name: str, seen: Measured, beside: str) -> list[str]:
+    def line(name: str, seen: Measurement, beside: str) -> list[str]:
         low, high = interval(sum(seen.kept), len(seen.kept))
         return [
             name,

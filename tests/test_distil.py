@@ -32,7 +32,7 @@ from mmaccel.method import TokenBatch
 from mmaccel.method.selector import CONFIG, FOLDER, WEIGHTS, ModelFingerprint, Selector, Shape, described
 from mmaccel.programs.distil import learner
 from mmaccel.programs.distil.examples import Example, Frozen, Target
-from mmaccel.programs.distil.learner import Choice, Tried
+from mmaccel.programs.distil.learner import Choice, TrialLearner
 from mmaccel.programs.distil.training import FEWEST, distil
 from mmaccel.programs.evaluate import Question, ask_folder, ask_samples, ask_suite, batches, inputs_of
 from mmaccel.recipe import Recipe
@@ -234,11 +234,11 @@ def test_tokens_without_which_answers_change_are_picked_after_trying(trained, mo
         lost = 2.0 - kept[:, needed].sum(1).double()
         return lost, lost > 0
 
-    monkeypatch.setattr(Tried, "answered", answered)
+    monkeypatch.setattr(TrialLearner, "answered", answered)
     frozen = Frozen(zoo.model("llava"), zoo.processor("llava"), "answers")
     paths = sorted((folder / "work" / "training").glob("*.pt"))
     shape = Shape(64, 32, 2, 4, True)
-    tried = Tried(frozen, shape, paths, [example], 0.2, 200, tmp_path / "state.pt")
+    tried = TrialLearner(frozen, shape, paths, [example], 0.2, 200, tmp_path / "state.pt")
     choice = Choice.of(example, 0.2)
     assert not choice.by(choice.told(tried.mean)[0])[:, needed].all()
     tried.run(None, lambda what, done, of: None)
@@ -252,7 +252,7 @@ def test_tries_are_moved_in_pairs_to_opposite_sides(trained, monkeypatch, tmp_pa
     paths = sorted((folder / "work" / "training").glob("*.pt"))
     example, by, seen = Example.load(paths[0]), Choice.by, []
     frozen = Frozen(zoo.model("llava"), zoo.processor("llava"), "answers")
-    tried = Tried(frozen, Shape(64, 32, 2, 4, True, True), paths, [example], 0.2, 200, tmp_path / "state.pt")
+    tried = TrialLearner(frozen, Shape(64, 32, 2, 4, True, True), paths, [example], 0.2, 200, tmp_path / "state.pt")
     monkeypatch.setattr(Choice, "by", lambda self, scores: seen.append(scores) or by(self, scores))
     tried._learned(example)
     # of a network that has learned nothing all scores are equal
@@ -268,7 +268,7 @@ def test_the_best_network_is_told_by_several_looks(trained, monkeypatch, tmp_pat
     paths = sorted((train(steps=1).folder / "work" / "training").glob("*.pt"))
     frozen = Frozen(zoo.model("llava"), zoo.processor("llava"), "answers")
     shape = Shape(64, 32, 2, 4, True, True)
-    tried = Tried(frozen, shape, paths, [Example.load(paths[0])], 0.2, 9000, tmp_path / "state.pt")
+    tried = TrialLearner(frozen, shape, paths, [Example.load(paths[0])], 0.2, 9000, tmp_path / "state.pt")
     # two questions, of which one is later answered a little worse and the other as much better or less
     looks = [(5.0, 5.0), (2.0, 2.0), *[(5.0, 5.0)] * 4, *[(3.0, 3.0)] * 10, *[(3.2, 2.9)] * 10, *[(3.2, 3.1)] * 60]
     monkeypatch.setattr(tried, "_watched", lambda: torch.tensor(looks[tried.state.step // 100]))
@@ -514,12 +514,14 @@ def test_attention_is_learned_without_the_model(trained):
 
 def test_what_is_refused_before_anything_runs(trained, tmp_path):
     model, train = trained
-    with pytest.raises(MmaccelError, match=f"31 questions or pictures, and a selector needs at least {FEWEST}"):
+    with pytest.raises(
+        MmaccelError, match=f"needs at least {FEWEST} questions or pictures, better a thousand; there are 31"
+    ):
         distil(model, zoo.processor("llava"), questions(FEWEST - 1), out=tmp_path)
     for wrong, words in (
-        ({"target": "labels"}, "it can be answers or effect or attention"),
-        ({"retain": 1.0}, "no share of the tokens"),
-        ({"steps": 0}, "no number of steps"),
+        ({"target": "labels"}, "must be answers or effect or attention, got 'labels'"),
+        ({"retain": 1.0}, "must be a share between 0 and 1"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"width": 30}, "`width` of a selector must be a multiple of `heads`, got 30 and 4"),
     ):
         with pytest.raises(MmaccelError, match=words):

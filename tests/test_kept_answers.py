@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from mmaccel.errors import MmaccelError
-from mmaccel.programs.tune.evaluate import Measured
+from mmaccel.programs.tune.evaluate import Measurement
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -54,11 +54,11 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     """Of two batches and two recipes every one is asked once, however often the run is broken off; a refusal is told."""
     asked = []
 
-    class Exam:
+    class AnsweredBatch:
         def __init__(self, model, processor, batch, longest, measure):
             self.names = [question.name for question, _ in batch]
 
-        def judge(self, recipe):
+        def measure(self, recipe):
             if recipe.name == "vtc-cls":
                 raise MmaccelError("no CLS")
             if len(asked) in stops:
@@ -66,11 +66,11 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
                 raise KeyboardInterrupt
             asked.append((recipe.name, self.names))
             spent = {"ttft": 1.0, "tokens": 1.0, "kv": 1.0}
-            return Measured((True,) * 2, (0.0,) * 2, (0.0,) * 2, spent, spent)
+            return Measurement((True,) * 2, (0.0,) * 2, (0.0,) * 2, spent, spent)
 
     stops = {1, 3}
     shown = SimpleNamespace(from_pretrained=lambda folder: SimpleNamespace(eval=lambda: None))
-    monkeypatch.setattr(answers, "Exam", Exam)
+    monkeypatch.setattr(answers, "AnsweredBatch", AnsweredBatch)
     monkeypatch.setattr(answers, "AutoModelForImageTextToText", shown)
     monkeypatch.setattr(answers, "AutoProcessor", shown)
     monkeypatch.setattr(answers, "fingerprint", lambda model: "one")
@@ -101,7 +101,7 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
 
 def test_recipes_are_compared_question_by_question():
     def row(kept):
-        return Measured(tuple(map(bool, kept)), (0.0,) * len(kept), (0.0,) * len(kept), {}, {})
+        return Measurement(tuple(map(bool, kept)), (0.0,) * len(kept), (0.0,) * len(kept), {}, {})
 
     rows = {"divprune:0.1": row([1, 0, 0, 0, 0, 0, 0, 1]), "pool:0.1": row([0, 1, 1, 1, 1, 1, 1, 1, 1])}
     rows |= {"tome:0.1": row([1] * 8), "pool:0.5": row([1]), "divprune:0.1+kivi": row([1])}

@@ -26,7 +26,7 @@ from mmaccel.media.files import Clip, Prompt, encode
 from mmaccel.programs.distil.examples import Frozen
 from mmaccel.programs.evaluate import Question, Row, ask_samples, ask_suite, batches, evaluate, fingerprint
 from mmaccel.programs.tune import baselines, confidence, report, search, space
-from mmaccel.programs.tune.evaluate import GOALS, Judge, Measured
+from mmaccel.programs.tune.evaluate import GOALS, Evaluator, Measurement
 from mmaccel.programs.tune.search import Candidate, choose, front, split
 from mmaccel.programs.tune.tuning import tune
 from mmaccel.recipe import Recipe, TunedRecipe, get_recipe
@@ -49,9 +49,9 @@ def questions(count: int, *, video: bool = False) -> list[Question]:
     return [Question(f"q{i}", "all", None, lambda i=i: prompt(i)) for i in range(count)]
 
 
-def judge_of(family: str, asked: list[Question], **options: bool) -> Judge:
+def judge_of(family: str, asked: list[Question], **options: bool) -> Evaluator:
     model, processor = zoo.model(family), zoo.processor(family)
-    return Judge(model, processor, [asked], batch_size=4, max_new_tokens=5, measure=options.get("measure", False))
+    return Evaluator(model, processor, [asked], batch_size=4, max_new_tokens=5, timed=options.get("timed", False))
 
 
 #: a space that takes a second to search
@@ -69,14 +69,14 @@ SMALL = ("uniform", "fastv", "snapkv")
 def test_reading_the_answer_is_generating_it(family, video, name):
     """Kept answers, KL, tokens and bytes against those of evaluate, which writes token by token."""
     asked = questions(4, video=video)
-    judge, row = judge_of(family, asked), Row(name, None if name == "kivi" else 0.5)
-    measured = judge.ask(row.recipe, 0)
-    ((_, answers),) = evaluate(judge.model, judge.processor, asked, [row], batch_size=4, max_new_tokens=5)
+    evaluator, row = judge_of(family, asked), Row(name, None if name == "kivi" else 0.5)
+    measured = evaluator.ask(row.recipe, 0)
+    ((_, answers),) = evaluate(evaluator.model, evaluator.processor, asked, [row], batch_size=4, max_new_tokens=5)
     assert measured.kept == tuple(answer.same for answer in answers)
     assert measured.kl == pytest.approx([answer.kl for answer in answers], rel=1e-3, abs=1e-5)
     full = sum(answer.visual_tokens_full for answer in answers)
     assert measured.share("tokens") == pytest.approx(sum(a.visual_tokens_per_layer for a in answers) / full)
-    assert not is_accelerated(judge.model)
+    assert not is_accelerated(evaluator.model)
 
 
 def test_the_bare_model_loses_and_saves_nothing():
@@ -88,19 +88,19 @@ def test_the_bare_model_loses_and_saves_nothing():
 
 def test_drift_is_a_cosine_of_last_states():
     asked = questions(1)
-    judge = judge_of("llava", asked)
-    model, states = judge.model, []
-    inputs = encode(judge.processor, [asked[0].load()])
+    evaluator = judge_of("llava", asked)
+    model, states = evaluator.model, []
+    inputs = encode(evaluator.processor, [asked[0].load()])
     with torch.inference_mode():
         for name in ("none", "divprune"):
             with accelerated(model, name):
                 states.append(model.model(**inputs).last_hidden_state[0, -1])
     cosine = torch.dot(*states) / states[0].norm() / states[1].norm()
-    assert judge.ask(get_recipe("divprune"), 0).drift == pytest.approx([float(1 - cosine)], abs=1e-5)
+    assert evaluator.ask(get_recipe("divprune"), 0).drift == pytest.approx([float(1 - cosine)], abs=1e-5)
 
 
 def test_measured_seconds_take_the_place_of_operations():
-    measured = judge_of("llava", questions(1), measure=True).ask(get_recipe("divprune"), 0)
+    measured = judge_of("llava", questions(1), timed=True).ask(get_recipe("divprune"), 0)
     assert 0 < measured.spent["ttft"] < 60 and 0 < measured.bare["ttft"] < 60
 
 
@@ -153,15 +153,15 @@ def test_a_merge_in_the_tower_is_not_answered_from_memory():
 def test_intervals_are_exact():
     # Clopper and Pearson's for 8 of 10, as tables have it
     assert confidence.interval(8, 10) == pytest.approx((0.4439, 0.9748), abs=1e-4)
-    assert confidence.lower(30, 30, 0.95) == pytest.approx(0.05 ** (1 / 30))
+    assert confidence.lower_bound(30, 30, 0.95) == pytest.approx(0.05 ** (1 / 30))
     assert confidence.interval(0, 7)[0] == 0 and confidence.interval(7, 7)[1] == 1
 
 
 @pytest.mark.parametrize(("keep", "level", "least"), [(0.99, 0.95, 299), (0.9, 0.9, 22), (0.5, 0.5, 1)])
 def test_so_many_samples_are_needed_and_no_fewer(keep, level, least):
-    assert confidence.needed(keep, level) == least
-    assert confidence.lower(least, least, level) >= keep - 1e-9
-    assert least == 1 or confidence.lower(least - 1, least - 1, level) < keep
+    assert confidence.samples_needed(keep, level) == least
+    assert confidence.lower_bound(least, least, level) >= keep - 1e-9
+    assert least == 1 or confidence.lower_bound(least - 1, least - 1, level) < keep
 
 
 def test_the_parts_of_the_samples():
@@ -174,10 +174,12 @@ def test_the_parts_of_the_samples():
 
 
 def test_too_few_samples_say_how_many_are_needed():
-    with pytest.raises(MmaccelError, match="9 samples .* and 10 are needed"):
+    with pytest.raises(MmaccelError, match="needs at least 10 samples; 9 can be used"):
         split(questions(9), 0.99, None)
     need = math.ceil(299 / search.HELD_OUT)
-    with pytest.raises(MmaccelError, match=f"100 samples .* and {need} are needed to show with a confidence of 0.95"):
+    with pytest.raises(
+        MmaccelError, match=f"needs at least {need} samples to show with confidence 0.95 .*; 100 can be used"
+    ):
         split(questions(100), 0.99, 0.95)
     assert len(split(questions(need), 0.99, 0.95)[1]) >= 299
 
@@ -185,14 +187,14 @@ def test_too_few_samples_say_how_many_are_needed():
 # ----------------------------------------------------------------------------------------------------------- the space
 @pytest.mark.full
 def test_parts_of_all_recipes():
-    judge = judge_of("llava", questions(1))
+    evaluator = judge_of("llava", questions(1))
     # without those of methods that other tests have registered
     known = {
         name: one
         for name, one in mmaccel.recipes().items()
         if all(mmaccel.get_method(stage.method).__module__.startswith("mmaccel.") for stage in one.stages)
     }
-    found = space.Space.found(judge, "tokens", known)
+    found = space.Space.found(evaluator, "tokens", known)
     offered = set(known) - {"none"}
     # this is a method and its budget
     assert set(found.names) | set(found.left_out) == offered - {"tinychart"}
@@ -202,15 +204,15 @@ def test_parts_of_all_recipes():
 
 
 def test_parts_are_what_works_and_saves_something():
-    judge = judge_of("llava", questions(1))
+    evaluator = judge_of("llava", questions(1))
     told: list[tuple[str, int, int]] = []
     found = space.Space.found(
-        judge, "tokens", {name: get_recipe(name) for name in SMALL}, lambda *done: told.append(done)
+        evaluator, "tokens", {name: get_recipe(name) for name in SMALL}, lambda *done: told.append(done)
     )
     assert [done[1:] for done in told] == [(number, len(SMALL)) for number in range(1, len(SMALL) + 1)]
     assert found.names == ["uniform", "fastv"] and "saves nothing" in found.left_out["snapkv"]
     with pytest.raises(MmaccelError, match="No recipe saves anything of 'ttft'"):
-        space.Space.found(judge, "ttft", {"snapkv": get_recipe("snapkv")})
+        space.Space.found(evaluator, "ttft", {"snapkv": get_recipe("snapkv")})
 
 
 def test_a_part_has_its_budget_its_layers_and_its_choices():
@@ -245,18 +247,18 @@ def test_what_stands_beside_a_trial_differs_in_one_thing():
     made = space.Space.of(family_of(zoo.model("llava")), {name: get_recipe(name) for name in (*SMALL, "kivi")}, {})
     asked = {"tokens": "uniform", "tokens budget": 0.5, "layers": "fastv", "layers budget": 0.4, "layers layer": 2}
     asked |= {"cache": "-", "codec": "kivi", "codec: kivi, bits": 2}
-    moves = [made.beside(asked, random.Random(seed)) for seed in range(200)]
+    moves = [made.neighbour(asked, random.Random(seed)) for seed in range(200)]
     differ = [{key for key in asked if one.get(key) != asked[key]} for one in moves]
     assert all(len(keys) <= 1 for keys in differ)
     assert {*asked} - {"cache"} <= {key for keys in differ for key in keys} and all(
         {*one} <= {*asked, "proportional"} for one in moves
     )
     assert {one.get("proportional") for one in moves} == {None, "all"}
-    weighed = [made.beside({**asked, "proportional": "all"}, random.Random(seed)) for seed in range(99)]
+    weighed = [made.neighbour({**asked, "proportional": "all"}, random.Random(seed)) for seed in range(99)]
     assert {one.get("proportional") for one in weighed} == {"none", "all"}
     budgets = {one["tokens budget"] for one in moves}
     assert min(budgets) == pytest.approx(0.3) and max(budgets) == 1.0
-    least = [made.beside({**asked, "tokens budget": space.LEAST}, random.Random(seed)) for seed in range(200)]
+    least = [made.neighbour({**asked, "tokens budget": space.LEAST}, random.Random(seed)) for seed in range(200)]
     assert min(one["tokens budget"] for one in least) == space.LEAST
 
 
@@ -285,10 +287,10 @@ def test_a_budget_is_made_smaller_until_too_little_is_kept():
 
 
 # ---------------------------------------------------------------------------------------------------------- the choice
-def measured(kept: int, asked: int, share: float, kl: float = 0.0) -> Measured:
+def measured(kept: int, asked: int, share: float, kl: float = 0.0) -> Measurement:
     bare = dict.fromkeys(("ttft", "tokens", "kv"), 1.0)
     spent = dict.fromkeys(bare, share)
-    return Measured((True,) * kept + (False,) * (asked - kept), (kl,) * asked, (kl,) * asked, spent, bare)
+    return Measurement((True,) * kept + (False,) * (asked - kept), (kl,) * asked, (kl,) * asked, spent, bare)
 
 
 def test_of_many_questions_the_answers_count_and_of_few_the_risk_too():
@@ -306,7 +308,7 @@ def test_the_front_has_what_nothing_beats():
     shown = front(made, "kv", lambda m: m.agreement)
     assert [(sum(c.measured.kept), c.measured.share("kv")) for c in shown] == [(5, 0.1), (8, 0.5), (9, 0.6), (10, 0.9)]
     whole = front(made[:1], "cost", lambda m: m.agreement)
-    assert whole == made[:1] and Measured.of(json.loads(json.dumps(made[0].measured.as_dict()))) == made[0].measured
+    assert whole == made[:1] and Measurement.of(json.loads(json.dumps(made[0].measured.as_dict()))) == made[0].measured
 
 
 def test_with_a_confidence_only_what_held_out_samples_show_is_taken():
@@ -314,7 +316,7 @@ def test_with_a_confidence_only_what_held_out_samples_show_is_taken():
     kept_by = {"uniform": 40, "random": 46, "divprune": 50, "pool": 50}
 
     class Fake:
-        def ask(self, chosen: Recipe, rung: int) -> Measured:
+        def ask(self, chosen: Recipe, rung: int) -> Measurement:
             return measured(kept_by[chosen.name], 50, 0.5)
 
     ordered = [Candidate(get_recipe(name), measured(1, 1, 0.5), True) for name in kept_by]
@@ -337,7 +339,7 @@ def test_a_part_alone_at_the_same_cost_is_taken_where_it_keeps_more():
     }  # by choice: names
     asked: list[tuple[str, int]] = []
 
-    def ask(one: Recipe, rung: int) -> Measured:
+    def ask(one: Recipe, rung: int) -> Measurement:
         asked.append((one.name, rung))
         if one.name == "cdpruner" or (one.name == "centerclip" and rung):
             raise MmaccelError("no such budget")
@@ -400,11 +402,11 @@ def test_a_search_goes_down_to_the_least_that_keeps_enough(tmp_path, monkeypatch
     """`uniform` keeps all from 0.17 on, and `random` from 0.3; both begin at a half, and `random` before."""
     enough = {"none": 1.0, "random": 0.3, "uniform": 0.17}
 
-    def ask(judge: Judge, one: Recipe, rung: int) -> Measured:
-        asked, spent = len(judge.rungs[rung]), one.stages[0].retain if one.stages else 1.0
+    def ask(evaluator: Evaluator, one: Recipe, rung: int) -> Measurement:
+        asked, spent = len(evaluator.rungs[rung]), one.stages[0].retain if one.stages else 1.0
         return measured(asked if spent >= enough[one.name] else 0, asked, spent)
 
-    monkeypatch.setattr(Judge, "ask", ask)
+    monkeypatch.setattr(Evaluator, "ask", ask)
     tuned = found(tmp_path, goal="tokens", keep=0.9, trials=24, recipes=["random", "uniform"])
     assert tuned.chosen.recipe.name == "uniform" and 0.17 <= tuned.share < 0.2
 
@@ -416,7 +418,7 @@ def test_of_few_tokens_a_cost_is_as_near_as_can_be():
         return round(one.stages[0].retain * 49) / 49
 
     def near(cost: float, over: bool = False) -> float:
-        one, seen = baselines.at_cost(
+        one, seen = baselines.at_equal_cost(
             lambda one: measured(9, 9, share(one)), get_recipe("divprune"), "tokens", cost, over=over
         )
         assert seen.share("tokens") == share(one)
@@ -424,12 +426,12 @@ def test_of_few_tokens_a_cost_is_as_near_as_can_be():
 
     assert {over: near(0.151, over) for over in (False, True)} == {False: 7 / 49, True: 8 / 49}
     assert near(10 / 49) == 10 / 49
-    assert baselines.at_cost(lambda _: measured(9, 9, 0.9), get_recipe("divprune"), "tokens", 0.2) is None
+    assert baselines.at_equal_cost(lambda _: measured(9, 9, 0.9), get_recipe("divprune"), "tokens", 0.2) is None
 
 
 def test_what_beats_the_search_is_written(tmp_path, monkeypatch):
     rival = Candidate(get_recipe("random", retain=0.3), measured(8, 8, 0.3), True)
-    monkeypatch.setattr(baselines, "_rivals", lambda search, found: iter([rival]))
+    monkeypatch.setattr(baselines, "_baselines", lambda search, found: iter([rival]))
     tuned = found(tmp_path)
     assert tuned.chosen is rival and len(tuned.held_out.kept) == 4
     assert Recipe.from_json((tmp_path / "recipe.json").read_text(encoding="utf-8")).stages == rival.recipe.stages
@@ -437,19 +439,19 @@ def test_what_beats_the_search_is_written(tmp_path, monkeypatch):
 
 def test_an_interrupted_search_goes_on(tmp_path, monkeypatch):
     asked: list[tuple[str, int]] = []
-    original = Judge.ask
+    original = Evaluator.ask
 
-    def counting(self: Judge, chosen: Recipe, rung: int) -> Measured:
+    def counting(self: Evaluator, chosen: Recipe, rung: int) -> Measurement:
         if len(asked) == 7:
             raise KeyboardInterrupt
         asked.append((chosen.to_json(), rung))
         return original(self, chosen, rung)
 
-    monkeypatch.setattr(Judge, "ask", counting)
+    monkeypatch.setattr(Evaluator, "ask", counting)
     with pytest.raises(KeyboardInterrupt):
         found(tmp_path)
     before, asked[:] = list(asked), []
-    monkeypatch.setattr(Judge, "ask", lambda self, c, r: asked.append((c.to_json(), r)) or original(self, c, r))
+    monkeypatch.setattr(Evaluator, "ask", lambda self, c, r: asked.append((c.to_json(), r)) or original(self, c, r))
     tuned = found(tmp_path)
     assert tuned.recipe is not None
     # three were the trials of the parts; what a rung was asked is not asked again, and neither are the parts
@@ -626,9 +628,9 @@ def test_a_journal_that_was_cut_short_goes_on(tmp_path):
 
 
 def test_two_searches_on_one_file_are_told_apart(tmp_path, monkeypatch):
-    said, original = [], Judge.ask
+    said, original = [], Evaluator.ask
 
-    def ask(self: Judge, one: Recipe, rung: int) -> Measured:
+    def ask(self: Evaluator, one: Recipe, rung: int) -> Measurement:
         if not said:
             said.append("")
             with pytest.raises(MmaccelError) as raised:
@@ -636,7 +638,7 @@ def test_two_searches_on_one_file_are_told_apart(tmp_path, monkeypatch):
             said.append(str(raised.value))
         return original(self, one, rung)
 
-    monkeypatch.setattr(Judge, "ask", ask)
+    monkeypatch.setattr(Evaluator, "ask", ask)
     assert found(tmp_path, trials=1).candidates
     assert said[1].startswith("Another run writes to ") and "recipe.journal" in said[1] and "wait for it" in said[1]
     # and the first one lets go of it
@@ -678,14 +680,14 @@ def test_what_is_printed_makes_the_recipe_again(chosen):
 
 def test_too_few_kept_of_what_was_held_out_is_said(tmp_path, monkeypatch):
     """The search keeps all answers; of the four that it never saw three are kept, where 80 % were asked."""
-    original = Judge.ask
+    original = Evaluator.ask
 
-    def ask(self: Judge, one: Recipe, rung: int) -> Measured:
+    def ask(self: Evaluator, one: Recipe, rung: int) -> Measurement:
         seen = original(self, one, rung)
         kept = (True,) * len(seen.kept)
         return replace(seen, kept=(*kept[1:], rung < len(self.rungs) - 1), kl=seen.kl)
 
-    monkeypatch.setattr(Judge, "ask", ask)
+    monkeypatch.setattr(Evaluator, "ask", ask)
     monkeypatch.setattr(search, "lost", lambda seen: 1 - seen.agreement)
     tuned = found(tmp_path, keep=0.8)
     assert tuned.chosen is not None and tuned.held_out.agreement == 0.75
@@ -711,7 +713,7 @@ def test_a_sample_that_the_model_cannot_be_asked_is_left_out(tmp_path):
     assert not any("\n" in one for one in said)
     with pytest.raises(MmaccelError, match="long: "):
         tune(zoo.model("llava"), zoo.processor("llava"), asked, **{**options, "out": tmp_path / "other.json"})
-    with pytest.raises(MmaccelError, match="There are 9 samples that can be used, and 10 are needed"):
+    with pytest.raises(MmaccelError, match="needs at least 10 samples; 9 can be used"):
         few_left = [*questions(9), long]
         tune(zoo.model("llava"), zoo.processor("llava"), few_left, complain=said.append, **options)
 
@@ -719,23 +721,25 @@ def test_a_sample_that_the_model_cannot_be_asked_is_left_out(tmp_path):
 def test_a_prompt_beyond_the_positions_is_left_out(monkeypatch):
     """The third question is the longest; its neighbours are asked."""
     said: list[str] = []
-    judge = judge_of("llava", questions(3))
-    judge.complain = said.append
-    prompts = [len(encode(judge.processor, [one.load()])["input_ids"][0]) for one in judge.rungs[0]]
-    monkeypatch.setattr(judge.model.config.text_config, "max_position_embeddings", max(prompts) + judge.longest - 1)
-    assert len(judge.ask(get_recipe("uniform", retain=0.5), 0).kept) == 2
+    evaluator = judge_of("llava", questions(3))
+    evaluator.complain = said.append
+    prompts = [len(encode(evaluator.processor, [one.load()])["input_ids"][0]) for one in evaluator.rungs[0]]
+    monkeypatch.setattr(
+        evaluator.model.config.text_config, "max_position_embeddings", max(prompts) + evaluator.longest - 1
+    )
+    assert len(evaluator.ask(get_recipe("uniform", retain=0.5), 0).kept) == 2
     assert len(said) == 1 and said[0].startswith("q2: The prompt has ") and "positions in all" in said[0]
-    frozen, (batch,) = Frozen(judge.model, judge.processor, "answers"), batches(judge.rungs[0], 3)
+    frozen, (batch,) = Frozen(evaluator.model, evaluator.processor, "answers"), batches(evaluator.rungs[0], 3)
     with pytest.raises(MmaccelError, match="positions in all"):
-        frozen.example(batch, judge.longest)
+        frozen.example(batch, evaluator.longest)
 
 
 def test_a_question_on_which_the_model_fails_is_left_out_of_its_batch(monkeypatch):
     """The others of its batch are asked together."""
     said, generated = [], []
-    judge = judge_of("llava", questions(4))
-    judge.complain = said.append
-    original = type(judge.model).generate
+    evaluator = judge_of("llava", questions(4))
+    evaluator.complain = said.append
+    original = type(evaluator.model).generate
 
     def generate(self, *args, **options):
         if len(options["input_ids"]) == 4:
@@ -745,14 +749,14 @@ def test_a_question_on_which_the_model_fails_is_left_out_of_its_batch(monkeypatc
             raise ValueError("cannot read this\nor that")
         return original(self, *args, **options)
 
-    monkeypatch.setattr(type(judge.model), "generate", generate)
-    assert len(judge.ask(get_recipe("uniform", retain=0.5), 0).kept) == 3
-    assert said == ["q1: The model cannot answer it (ValueError: cannot read this)."] and judge.left_out == 1
+    monkeypatch.setattr(type(evaluator.model), "generate", generate)
+    assert len(evaluator.ask(get_recipe("uniform", retain=0.5), 0).kept) == 3
+    assert said == ["q1: The model cannot answer it (ValueError: cannot read this)."] and evaluator.left_out == 1
     assert generated == [1, 1, 1, 1, 3]
 
 
 def test_what_nothing_reaches_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(Measured, "agreement", property(lambda self: 0.5))
+    monkeypatch.setattr(Measurement, "agreement", property(lambda self: 0.5))
     tuned = found(tmp_path, keep=0.9, trials=3)
     assert tuned.recipe is None and tuned.front and not (tmp_path / "recipe.json").exists()
     assert "No recipe that was tried keeps 90.0 %" in (tmp_path / "recipe.html").read_text()
@@ -774,11 +778,11 @@ def test_samples_that_cannot_be_read_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"keep": 0.0}, "keep=0.0 is no share"),
-        ({"goal": "speed"}, "goal='speed' is unknown; it can be ttft, tokens, kv, cost"),
-        ({"confidence": 1.0}, "confidence=1.0 is none"),
-        ({"confidence": 0.9, "keep": 1.0}, "No number of samples shows"),
-        ({"trials": 0}, "trials=0"),
+        ({"keep": 0.0}, "keep must be a share of the answers such as 0.99, got 0.0"),
+        ({"goal": "speed"}, "goal must be one of ttft, tokens, kv, cost, got 'speed'"),
+        ({"confidence": 1.0}, "confidence must be greater than 0 and less than 1, such as 0.95, got 1.0"),
+        ({"confidence": 0.9, "keep": 1.0}, "No number of samples can show"),
+        ({"trials": 0}, "trials must be at least 1, got 0"),
         ({"out": "nowhere/recipe.json"}, "lie in a folder that exists"),
         ({"out": "recipe.yaml"}, "must end in .json"),
         ({"questions": "nothing.jsonl"}, "Cannot read the samples 'nothing.jsonl'"),
@@ -815,7 +819,7 @@ def test_the_command_writes_a_recipe_and_says_what_it_keeps(tmp_path, capsys, mo
     told = capsys.readouterr().out
     assert "held-out answers kept" in told and "written: mine.json" in told and "*" in told
     # the search is over; nothing keeps enough now, and the front is shown all the same
-    monkeypatch.setattr(Measured, "agreement", property(lambda self: 0.1))
+    monkeypatch.setattr(Measurement, "agreement", property(lambda self: 0.1))
     Path("mine.json").unlink()
     assert main([str(word) for word in argv]) == 3
     assert "No recipe that was tried keeps 50.0 %" in capsys.readouterr().out and not Path("mine.json").exists()
@@ -835,8 +839,8 @@ def test_a_shipped_model_is_tuned(shipped, tasks, tmp_path):
 @pytest.mark.parametrize(("family", "goal"), in_turn(["llava", "qwen2_5_vl"], ["tokens", "kv"]))
 @pytest.mark.full
 def test_every_part_can_be_suggested_and_asked(family, goal):
-    judge = judge_of(family, questions(2, video=family == "qwen2_5_vl"))
-    found = space.Space.found(judge, goal, mmaccel.recipes())
+    evaluator = judge_of(family, questions(2, video=family == "qwen2_5_vl"))
+    found = space.Space.found(evaluator, goal, mmaccel.recipes())
     for params in found.starts(0.5):
         (part,) = (found.parts[slot][name] for slot, name in params.items() if slot in found.parts and name != "-")
-        assert judge.ask(part.recipe, 0).share(goal) <= 1.1
+        assert evaluator.ask(part.recipe, 0).share(goal) <= 1.1

@@ -157,48 +157,38 @@ class Answer:
     notes: tuple[str, ...] = ()
 
 
-@dataclass
-class Sums:
-    """Sums over answers, from which all figures follow."""
+_SUMMED = (
+    *("questions", "judged", "right", "same", "kl", "visual_tokens", "visual_tokens_kept", "visual_tokens_per_layer"),
+    *("kv_bytes", "visual_tokens_full", "kv_bytes_full"),
+)
 
-    questions: int = 0
-    judged: int = 0
-    right: int = 0
-    same: int = 0
-    kl: float = 0.0
-    visual_tokens: float = 0.0
-    visual_tokens_kept: float = 0.0
-    visual_tokens_per_layer: float = 0.0
-    kv_bytes: float = 0.0
-    visual_tokens_full: float = 0.0
-    kv_bytes_full: float = 0.0
 
-    def add(self, answer: Answer) -> None:
-        """Count one answer."""
-        self.questions += 1
-        self.judged += answer.right is not None
-        self.right += bool(answer.right)
-        for name in [f.name for f in dataclasses.fields(self)][3:]:
-            setattr(self, name, getattr(self, name) + getattr(answer, name))
+class Sums(dict[str, float]):
+    """Sums over answers by name, from which all figures follow."""
+
+    def __init__(self, values: Mapping[str, float] | None = None) -> None:
+        super().__init__(dict.fromkeys(_SUMMED, 0) | dict(values or {}))
+
+    def add(self, other: Mapping[str, Any]) -> None:
+        """Add other sums."""
+        for name in self:
+            self[name] += other[name]
 
     def figures(self) -> dict[str, Any]:
         """Means over questions; shares are of what the unaccelerated model holds. None where there is nothing to divide."""
-        count = self.questions or None
 
-        def over(value: float, by: float | None) -> float | None:
-            return value / by if by else None
+        def over(name: str, by: str = "questions") -> float | None:
+            return self[name] / self[by] if self[by] else None
 
+        means = ("kl", "visual_tokens", "visual_tokens_kept", "visual_tokens_per_layer")
         return {
-            "questions": self.questions,
-            "accuracy": over(self.right, self.judged),
-            "loyalty": over(self.same, count),
-            "kl": over(self.kl, count),
-            "visual_tokens": over(self.visual_tokens, count),
-            "visual_tokens_kept": over(self.visual_tokens_kept, count),
-            "visual_tokens_per_layer": over(self.visual_tokens_per_layer, count),
-            "visual_share_per_layer": over(self.visual_tokens_per_layer, self.visual_tokens_full),
-            "kv_bytes": over(self.kv_bytes, count),
-            "kv_share": over(self.kv_bytes, self.kv_bytes_full),
+            "questions": self["questions"],
+            "accuracy": over("right", "judged"),
+            "loyalty": over("same"),
+            **{name: over(name) for name in means},
+            "visual_share_per_layer": over("visual_tokens_per_layer", "visual_tokens_full"),
+            "kv_bytes": over("kv_bytes"),
+            "kv_share": over("kv_bytes", "kv_bytes_full"),
         }
 
 
@@ -235,22 +225,22 @@ class Row:
     @property
     def asked(self) -> int:
         """Questions that were answered or failed."""
-        return sum(sums.questions for sums in self.tasks.values()) + len(self.failed)
+        return sum(int(sums["questions"]) for sums in self.tasks.values()) + len(self.failed)
 
     def add(self, answers: Iterable[Answer], failed: Iterable[dict[str, str]] = ()) -> None:
         """Count a batch."""
         self.batches += 1
         self.failed += failed
         for answer in answers:
-            self.tasks.setdefault(answer.task, Sums()).add(answer)
+            counts = {"questions": 1, "judged": answer.right is not None, "right": bool(answer.right)}
+            self.tasks.setdefault(answer.task, Sums()).add(vars(answer) | counts)
             self.notes = list(dict.fromkeys((*self.notes, *answer.notes)))
 
     def figures(self) -> dict[str, Any]:
         """:meth:`Sums.figures` over the questions of all tasks."""
         total = Sums()
         for sums in self.tasks.values():
-            for name, value in vars(sums).items():
-                setattr(total, name, getattr(total, name) + value)
+            total.add(sums)
         return total.figures()
 
     def as_dict(self) -> dict[str, Any]:
@@ -265,13 +255,13 @@ class Row:
             "figures": self.figures(),
             "notes": self.notes,
             "failed": self.failed,
-            "tasks": {task: {"figures": s.figures(), "sums": vars(s).copy()} for task, s in self.tasks.items()},
+            "tasks": {task: {"figures": s.figures(), "sums": dict(s)} for task, s in self.tasks.items()},
         }
 
     def restore(self, data: Mapping[str, Any]) -> None:
         """Take over what an earlier run has found about the same recipe."""
         self.batches, self.notes, self.failed = int(data["batches"]), list(data["notes"]), list(data["failed"])
-        self.tasks = {task: Sums(**found["sums"]) for task, found in data["tasks"].items()}
+        self.tasks = {task: Sums(found["sums"]) for task, found in data["tasks"].items()}
 
 
 # ------------------------------------------------------------------------------------------------------------- running

@@ -59,8 +59,6 @@ class TokenTimer:
 class ModelSlot:
     """One model with its processor, which answers one question at a time: a recipe hangs on the model itself.
 
-    Parameters
-    ----------
     model, processor : of a supported family, ready to generate.
     seconds : that the model works for one question.
     """

@@ -29,8 +29,6 @@ def check_positions(model: Any, recipe: Recipe, inputs: Mapping[str, Any], longe
 
     Raises MmaccelError if they do not fit.
 
-    Parameters
-    ----------
     model : not accelerated, or accelerated with any recipe.
     inputs : of ``generate``, with ``input_ids [B, S]``, and ``position_ids`` where the caller knows them.
     """

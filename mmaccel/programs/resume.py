@@ -42,8 +42,6 @@ def check_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]
     """Refuse to resume a run of which the settings were others. Raises MmaccelError if any differs; the message names all
     that do, of groups (questions, recipes) the first few members.
 
-    Parameters
-    ----------
     path : the file or folder of the earlier run. before, now : settings as plain data.
     """
     differ = []

@@ -16,7 +16,7 @@ from mmaccel.families import draft, text
 from mmaccel.media.files import Prompt
 from mmaccel.method import model_options
 from mmaccel.programs.evaluate import Question, Row, evaluate
-from mmaccel.programs.tune.evaluate import Judge
+from mmaccel.programs.tune.evaluate import Evaluator
 from mmaccel.recipe import Recipe
 
 
@@ -73,13 +73,13 @@ def test_evaluate_that_is_broken_off_frees_them(loads, recipes):
 
 
 def test_tune(loads, recipes):
-    judge = Judge(
-        zoo.model("llava"), zoo.processor("llava"), [questions(4)], batch_size=2, max_new_tokens=3, measure=True
+    evaluator = Evaluator(
+        zoo.model("llava"), zoo.processor("llava"), [questions(4)], batch_size=2, max_new_tokens=3, timed=True
     )
     for one in (*recipes, *recipes):
-        judge.ask(one, 0)
+        evaluator.ask(one, 0)
     assert len(loads) == 2 and set(loads.values()) == {1}
-    del judge
+    del evaluator
     assert not model_options._parts
 
 

@@ -73,8 +73,6 @@ def rows(recipes: Sequence[str], budgets: Sequence[float] | None) -> list[Row]:
 class Run:
     """One run of a command: questions, model, settings, complaints.
 
-    Parameters
-    ----------
     typed : the words of the command line.
     path : the file of results, None for none.
     split : of the generated suite.

@@ -36,8 +36,6 @@ class Results:
     Raises MmaccelError if the file holds something else or results of other settings, cannot be written, or another run
     writes to it.
 
-    Parameters
-    ----------
     path : of the report; None keeps nothing.
     settings : what all rows depend on. Another run's results are refused.
     questions : label and identity of every question. With others, all rows are run again.

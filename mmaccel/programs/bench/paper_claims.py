@@ -1,24 +1,25 @@
-"""What papers claim, to stand next to what was measured here. Every number is one that the authors print; where from is said
-beside it. Nothing here was measured by us."""
+"""Claims of papers (``paper_claims.csv``), to compare with reports of ``mmaccel bench``. All numbers are the authors'."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One headline.
+    """One claim.
 
-    model, retention, hardware : as the authors say it; empty where the source does not.
+    model, retention, hardware : as the authors state it; empty where the source does not.
     figure : what is compared: ``ttft``, ``prefill`` (selection included), ``decode``, ``requests``, ``flops`` or ``kv``
         (by how much the cache shrinks).
     ratio : how many times better.
-    source : paper, and what of it.
+    source : the paper, and where in it. note : the figures behind the ratio.
     shape, workload : where the same can be measured here; None where no shape fits.
-    retain : budget of the recipe here for that retention; None for any.
+    retain : budget of the recipe for that retention; None for any.
     """
 
     recipe: str
@@ -31,50 +32,22 @@ class Claim:
     workload: str | None = None
     retain: float | None = None
     hardware: str = ""
+    note: str = ""
 
 
-_OV, _NEXT, _13B = "llava-onevision-7b", "llava-next-7b", "llava-1.5-13b"
-CLAIMS: tuple[Claim, ...] = (
-    # 0.203 s -> 0.155 s and 0.124 s to the first token
-    Claim(
-        "fastv", "LLaVA-1.5-13B", "50%", "ttft", 1.31, "2403.06764, README", _13B, "picture-336", 0.5, hardware="A100"
-    ),
-    Claim(
-        "fastv", "LLaVA-1.5-13B", "25%", "ttft", 1.64, "2403.06764, README", _13B, "picture-336", 0.25, hardware="A100"
-    ),
-    Claim("visionzip", "LLaVA-NeXT", "", "prefill", 8.0, "2412.04467, abstract", _NEXT, "tiles-2880"),
-    # 54% fewer operations, 37% less time on the GPU
-    Claim("sparsevlm", "LLaVA", "", "flops", 2.17, "2410.04417, abstract", "llava-1.5-7b", "picture-336"),
-    Claim("sparsevlm", "LLaVA", "", "ttft", 1.59, "2410.04417, abstract", "llava-1.5-7b", "picture-336"),
-    # 55% fewer operations
-    Claim("pyramiddrop", "LLaVA-NeXT", "", "flops", 2.22, "2410.17247, abstract", _NEXT, "tiles-2880"),
-    Claim(
-        "hired",
-        "LLaVA-NeXT-7B",
-        "20%",
-        "requests",
-        4.7,
-        "2408.10945, abstract",
-        _NEXT,
-        "tiles-2880",
-        0.2,
-        hardware="P40",
-    ),
-    # 88.5% fewer operations
-    Claim("mustdrop", "LLaVA", "7.8%", "flops", 8.7, "2411.10803, abstract", "llava-1.5-7b", "picture-336"),
-    Claim("aim", "", "", "flops", 7.0, "2412.03248, abstract", _OV, "video-32"),
-    Claim("holitom", "LLaVA-OneVision-7B", "6.9% of FLOPs", "ttft", 2.28, "2505.21334, abstract", _OV, "video-32"),
-    Claim("holitom", "LLaVA-OneVision-7B", "6.9% of FLOPs", "decode", 1.32, "2505.21334, abstract", _OV, "video-32"),
-    Claim("fastvid", "LLaVA-OneVision-7B", "9.7%", "prefill", 7.1, "2503.11187, README", _OV, "video-32", 0.097),
-    Claim("dycoke", "", "", "requests", 1.5, "2411.15024, abstract", _OV, "video-32"),
-    Claim("framefusion", "", "30%", "requests", 1.6, "2501.01986, README (1.6 to 1.9)", _OV, "video-32", 0.3),
-    Claim("look-m", "", "20% of KV", "decode", 1.5, "2406.18139, abstract (up to)", _13B, "pictures-8", 0.2),
-)
+def _claim(row: dict[str, str]) -> Claim:
+    numbers = {name: float(row[name]) if row[name] else None for name in ("ratio", "retain")}
+    values: dict[str, Any] = {**row, "shape": row["shape"] or None, "workload": row["workload"] or None, **numbers}
+    return Claim(**values)
+
+
+with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as _file:
+    CLAIMS: tuple[Claim, ...] = tuple(map(_claim, csv.DictReader(_file)))
 
 
 def measured(claim: Claim, report: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], float]]:
-    """Rows of a report that measured what a claim speaks of, each with its ratio: the same shape, workload and recipe, one
-    request at a time, and the claim's budget if it names one."""
+    """Rows of a report that measured a claim, with their ratios: the same shape, workload and recipe, one request at a time,
+    and the claim's budget if it has one."""
     if report["model"]["shape"] != claim.shape:
         return []
     bare: dict[tuple[Any, ...], Mapping[str, Any]] = {}
@@ -104,7 +77,7 @@ def _ratio(figure: str, row: Mapping[str, Any], bare: Mapping[str, Any]) -> floa
 
 
 def claims_table(reports: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Rows of a table, the head first: every claim, and beside it what the reports hold of it."""
+    """A table, the head first: every claim, and what the reports measured."""
     rows = [["paper", "model", "retention", "figure", "claimed", "source", "here", "machine"]]
     for claim in CLAIMS:
         on = f"{claim.ratio:g}x" + (f" ({claim.hardware})" if claim.hardware else "")

@@ -171,8 +171,6 @@ def _damaged(path: Path) -> MmaccelError:
 class Frozen:
     """A model that is only read: prompts into examples, and examples through the language model once more, with gates.
 
-    Parameters
-    ----------
     model, processor : as for :func:`mmaccel.accelerate_vlm`; the model must be bare.
     target : what is noted of every token. ``effect``: how much the logarithm of the answer's probability moves with the
         weight of the token's keys, for or against, in a picture whose keys have all lost nine tenths of theirs. ``attention``:
@@ -315,8 +313,6 @@ class Frozen:
         """The last hidden states ``[B, T, D]`` that the answers are predicted from, differentiable in ``gates`` and in what is
         read.
 
-        Parameters
-        ----------
         read : the example's, or a part of its places with all text behind the pictures.
         gates : ``[B, S]``, what is added to the logit of every key in every layer and head.
         """
@@ -377,8 +373,6 @@ def cached(
     """The files of all examples, of which those that are missing are made. Raises MmaccelError if the folder belongs to a
     run with other settings, or a file in it is damaged; the message names it. If no question can be used.
 
-    Parameters
-    ----------
     folder : of the files; ``settings.json`` in it holds the settings.
     settings : everything that examples depend on, as plain data.
     complain : told of every question that the model cannot be asked, which is then left out; without it that is an error.

@@ -94,10 +94,8 @@ class Choice:
 
 
 class Learner(ABC):
-    """A selector in training; what it is to learn is a matter of :class:`Told` and :class:`Tried`.
+    """A selector in training; what it is to learn is a matter of :class:`SignalLearner` and :class:`TrialLearner`.
 
-    Parameters
-    ----------
     paths : of the examples that are trained on. watched : those that are looked at.
     state : the file of its state; what it holds of the same training is gone on with.
     """
@@ -290,7 +288,7 @@ class Learner(ABC):
             self.network.score.weight.mul_(factor)
 
 
-class Told(Learner):
+class SignalLearner(Learner):
     """One that learns a signal of every token, which was noted when the question was read."""
 
     def _learned(self, example: Example) -> tuple[Tensor, float]:
@@ -323,7 +321,7 @@ class Told(Learner):
         return torch.stack([self._missed(example, choice.told(self.mean)[0]) for example, choice in self.asked()])
 
 
-class Tried(Learner):
+class TrialLearner(Learner):
     """One that learns from what becomes of the answers.
 
     Every picture is reduced a few times by scores that are moved at random, in pairs that are moved to opposite sides. How much

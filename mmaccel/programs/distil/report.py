@@ -11,7 +11,7 @@ from typing import Any
 from ...core.files import write_whole
 from .. import plots
 from ..tune.confidence import SHOWN, interval
-from ..tune.evaluate import Measured
+from ..tune.evaluate import Measurement
 
 REPORT, PICTURE = "report.json", "report.png"
 
@@ -31,11 +31,11 @@ class Distilled:
     share: float
     signal: int
     log: tuple[Mapping[str, Any], ...]
-    held_out: Mapping[str, Mapping[float, Measured]]
+    held_out: Mapping[str, Mapping[float, Measurement]]
     report: Mapping[str, Any]
 
 
-def figures(found: Mapping[str, Mapping[float, Measured]]) -> list[dict[str, Any]]:
+def figures(found: Mapping[str, Mapping[float, Measurement]]) -> list[dict[str, Any]]:
     """A line for every recipe and budget: answers kept of those that were asked, with the interval, and KL."""
     return [
         {

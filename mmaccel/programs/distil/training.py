@@ -1,10 +1,11 @@
-"""One call: a frozen model and questions in, a selector out."""
+"""Train a selector for a frozen model from questions."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,19 +21,19 @@ from ...recipe import RecipeLike, get_recipe
 from ..bench import provenance
 from ..evaluate import Question
 from ..resume import naming_files, run_settings, shown, usable
-from ..tune.evaluate import Judge, Measured
+from ..tune.evaluate import Evaluator, Measurement
 from . import report
 from .examples import Example, Frozen, Target, cached
-from .learner import Learner, Told, Tried
+from .learner import Learner, SignalLearner, TrialLearner
 from .report import Distilled
 
 #: fewer questions than this train nothing
 FEWEST = 32
-#: of the questions, what the training never sees: by the first it stops, by the second the final figure is measured
+#: shares of the questions that are not trained on: watched ones decide when it stops, held-out ones give the figures
 WATCHED, HELD_OUT = 0.12, 0.12
 _MOST_WATCHED, _MOST_HELD_OUT = 160, 300
-#: budgets that are measured in the end, as multiples of the one that is asked for, and what they are compared with
-_BUDGETS, _RIVALS = (1.0, 2.5), ("balanced", "divprune")
+#: budgets that are measured in the end, as multiples of ``retain``, and recipes to compare with
+_BUDGETS, _BASELINES = (1.0, 2.5), ("balanced", "divprune")
 
 
 def distil(
@@ -54,30 +55,28 @@ def distil(
     complain: Callable[[str], None] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Distilled:
-    """Train a selector for the method ``learned`` on what a frozen model's own answers hang on; no labels are needed.
+    """Train a selector for the method ``learned`` on a frozen model's own answers; no labels are needed.
 
     Parameters
     ----------
     model, processor : as for :func:`mmaccel.accelerate_vlm`; the model must be bare. It is not changed.
     questions : of :func:`mmaccel.programs.evaluate.ask_samples` and the like. An eighth each is watched, to stop in time, and
-        held out for the final figure, at most 160 and 300.
-    out : the selector's folder, which is made. ``work`` inside it holds what the model read and the state of the training; a
-        call with the same settings goes on from there. It may be deleted in the end.
-    target : what the selector learns from. ``answers``: from what becomes of the model's answers with the tokens that it
-        picks, by some short forwards of the language model a question and step. Or to tell of every token ``effect``: how
-        much the answer hangs on it, by one gradient of the model a question; ``attention``: what it is paid in the layer whose
-        attention keeps the answers best, by one forward a question.
+        held out for the final figures, at most 160 and 300.
+    out : the selector's folder, which is made. ``work`` inside it holds what the model read and the state of the training, so
+        that a call with the same settings resumes; it may be deleted in the end.
+    target : what the selector learns from. ``answers``: how the model's answers change with the tokens that it selects, by some
+        short forwards of the language model a question and step. ``effect``: how much the answer depends on every token, by one
+        gradient of the model a question. ``attention``: the attention to every token in the layer whose attention keeps the
+        answers best, by one forward a question.
     question : whether the selector reads the question; without it a picture is reduced once for all questions.
-    residual : whether it also learns what to add to the tokens that stay, of what the others showed: by a gradient through the
-        language model in every step, and with ``answers`` alone. Without it the selector only chooses.
-    retain : the share of the tokens at which answers are looked at.
-    width, blocks : of the network; by default by the model's width.
-    steps, minutes : how many steps at most, a batch each, and how long; the training ends earlier where the watched
-        questions lose for long.
+    residual : whether it also learns what to add to kept tokens from the dropped ones, by a gradient through the language model
+        in every step; only with ``answers``.
+    retain : the share of the tokens at which answers are compared.
+    width, blocks : of the network; the default depends on the model's width.
+    steps, minutes : limits of the training, a batch a step; it ends earlier when the watched questions no longer improve.
     batch_size, max_new_tokens : as for :func:`mmaccel.programs.evaluate.evaluate`.
-    complain : called with one sentence for every question that cannot be used, which is then left out. Without it, that is an
-        error.
-    progress : called with what is being done, how much of it is done, and how much there is.
+    complain : called with one sentence for every question that cannot be used and is left out. Without it, that is an error.
+    progress : called with the name of a part of the work, how much of it is done, and how much there is.
 
     Raises
     ------
@@ -90,65 +89,56 @@ def distil(
     frozen = Frozen(model, processor, target)
     shape = _shape(int(frozen.text.config.hidden_size), width, blocks, question, residual and target == "answers")
     work, other = out / "work", "delete it, or give another folder with --out (out=)"
-    with naming_files(other):
+    with ExitStack() as stack:
+        stack.enter_context(naming_files(other))
         work.mkdir(parents=True, exist_ok=True)
-        with locked(work / "lock", str(out), "give another folder with --out (out=)"):
-            return _distil(
-                frozen, shape, questions, out, retain, steps, minutes, batch_size, max_new_tokens, complain, tell
+        stack.enter_context(locked(work / "lock", str(out), "give another folder with --out (out=)"))
+        taken = usable(processor, questions, complain)
+        _check_enough(len(taken), len(questions))
+        training, watched, held_out = _split(taken)
+        settings = {
+            **run_settings(model, processor, taken),
+            "batch size": batch_size,
+            "longest answer": max_new_tokens,
+            "target": target,
+        }
+
+        def examples(name: str, asked: Sequence[Question]) -> list[Path]:
+            return cached(
+                frozen,
+                asked,
+                work / name,
+                settings,
+                batch_size=batch_size,
+                longest=max_new_tokens,
+                complain=complain,
+                progress=lambda done, of: tell(f"reading {name} questions", done, of),
             )
 
-
-def _distil(
-    frozen: Frozen,
-    shape: Shape,
-    questions: Sequence[Question],
-    out: Path,
-    retain: float,
-    steps: int,
-    minutes: float | None,
-    batch_size: int,
-    max_new_tokens: int,
-    complain: Callable[[str], None] | None,
-    tell: Callable[[str, int, int], None],
-) -> Distilled:
-    """:func:`distil` in a folder of which this process has the lock."""
-    taken = usable(frozen.processor, questions, complain)
-    _check_enough(len(taken), len(questions))
-    training, watched, held_out = _split(taken)
-    settings = {
-        **run_settings(frozen.model, frozen.processor, taken),
-        "batch size": batch_size,
-        "longest answer": max_new_tokens,
-        "target": frozen.target,
-    }
-
-    def examples(name: str, asked: Sequence[Question]) -> list[Path]:
-        return cached(
-            frozen,
-            asked,
-            out / "work" / name,
-            settings,
+        seen = [Example.load(path) for path in examples("watched", watched)]
+        kind = TrialLearner if target == "answers" else SignalLearner
+        learner = kind(frozen, shape, examples("training", training), seen, retain, steps, work / "state.pt")
+        try:
+            learner.run(minutes, tell)
+        except torch.OutOfMemoryError as error:
+            raise MmaccelError(
+                "The device ran out of memory; give a smaller --batch-size and another folder, or --select-only, which needs "
+                "no gradients of the model."
+            ) from error
+        evaluator = Evaluator(
+            model,
+            processor,
+            [held_out],
             batch_size=batch_size,
-            longest=max_new_tokens,
+            max_new_tokens=max_new_tokens,
+            timed=False,
             complain=complain,
-            progress=lambda done, of: tell(f"reading {name} questions", done, of),
         )
-
-    seen = [Example.load(path) for path in examples("watched", watched)]
-    kind = Tried if frozen.target == "answers" else Told
-    learner = kind(frozen, shape, examples("training", training), seen, retain, steps, out / "work" / "state.pt")
-    try:
-        learner.run(minutes, tell)
-    except torch.OutOfMemoryError as error:
-        raise MmaccelError(
-            "The device ran out of memory while learning; give a smaller --batch-size and another folder, or --select-only, "
-            "which keeps nothing for gradients."
-        ) from error
-    return _finish(learner, held_out, len(taken), out, batch_size, max_new_tokens, settings, complain, tell)
+        return _finish(learner, evaluator, out, len(taken), settings, tell)
 
 
 def _check(model: Any, questions: Sequence[Question], target: str, retain: float, steps: int, out: Path) -> None:
-    """See that what is asked makes sense."""
+    """Raise MmaccelError if the model is not supported or an argument is wrong."""
     if is_accelerated(model):
         raise MmaccelError("A selector is trained on the bare model; call model.mmaccel.remove() first.")
     family = family_of(model)
@@ -160,11 +150,11 @@ def _check(model: Any, questions: Sequence[Question], target: str, retain: float
             f"No selector is trained for {family.name}, which {why}; use 'spacetime' or another method without training."
         )
     if target not in get_args(Target):
-        raise MmaccelError(f"target={target!r} is unknown; it can be {' or '.join(get_args(Target))}.")
+        raise MmaccelError(f"target must be {' or '.join(get_args(Target))}, got {target!r}.")
     if not 0 < retain < 1:
-        raise MmaccelError(f"retain={retain} is no share of the tokens; give one such as 0.1.")
+        raise MmaccelError(f"retain must be a share between 0 and 1, such as 0.1, got {retain}.")
     if steps < 1:
-        raise MmaccelError(f"steps={steps} is no number of steps; give 1 or more.")
+        raise MmaccelError(f"steps must be at least 1, got {steps}.")
     if out.exists() and not out.is_dir():
         raise MmaccelError(f"{str(out)!r} is a file, and a selector is a folder; give another name.")
     for name in (CONFIG, WEIGHTS, report.REPORT, report.PICTURE):
@@ -174,17 +164,16 @@ def _check(model: Any, questions: Sequence[Question], target: str, retain: float
 
 
 def _check_enough(count: int, of: int) -> None:
-    """See that so many questions can be used, ``of`` those that were given."""
+    """Raise MmaccelError if too few questions can be used ``of`` those that were given."""
     if count < FEWEST:
         which = "" if count == of else f" of {of} that can be used"
         raise MmaccelError(
-            f"There are {count} questions or pictures{which}, and a selector needs at least {FEWEST}, better a thousand; give "
-            "more."
+            f"A selector needs at least {FEWEST} questions or pictures, better a thousand; there are {count}{which}."
         )
 
 
 def _split(questions: Sequence[Question]) -> tuple[list[Question], list[Question], list[Question]]:
-    """What is trained on, watched and held out; always the same ones."""
+    """Questions for training, watched ones and held-out ones; the same for equal input."""
     shuffled = random.Random(0).sample(questions, len(questions))
     held = min(_MOST_HELD_OUT, math.ceil(len(shuffled) * HELD_OUT))
     watched = min(_MOST_WATCHED, math.ceil(len(shuffled) * WATCHED))
@@ -199,20 +188,17 @@ def _shape(features: int, width: int | None, blocks: int, question: bool, residu
 
 def _finish(
     learner: Learner,
-    held_out: Sequence[Question],
-    questions: int,
+    evaluator: Evaluator,
     out: Path,
-    batch_size: int,
-    longest: int,
+    questions: int,
     settings: Mapping[str, Any],
-    complain: Callable[[str], None] | None,
     tell: Callable[[str, int, int], None],
 ) -> Distilled:
-    """Write the selector, and measure it on what was held out."""
-    model, network, retain = learner.frozen.model, learner.network, learner.retain
+    """Write the selector, and measure it on the held-out questions."""
+    network, retain = learner.network, learner.retain
     fingerprint = ModelFingerprint.of(learner.frozen.family)
     parameters = sum(x.numel() for x in network.parameters())
-    share = parameters / sum(x.numel() for x in model.parameters())
+    share = parameters / sum(x.numel() for x in evaluator.model.parameters())
     record = {
         "target": learner.frozen.target,
         "signal": learner.signal,
@@ -228,21 +214,12 @@ def _finish(
         "versions": provenance.versions(),
     }
     network.save(out, fingerprint, record)
-    judge = Judge(
-        model,
-        learner.frozen.processor,
-        [held_out],
-        batch_size=batch_size,
-        max_new_tokens=longest,
-        measure=False,
-        complain=complain,
-    )
-    recipes: dict[str, RecipeLike] = {"learned": Learned(str(out)), **{name: name for name in _RIVALS}}
+    recipes: dict[str, RecipeLike] = {"learned": Learned(str(out)), **{name: name for name in _BASELINES}}
     budgets = tuple(dict.fromkeys(min(1.0, retain * times) for times in _BUDGETS))
-    found: dict[str, dict[float, Measured]] = {}
+    found: dict[str, dict[float, Measurement]] = {}
     for name, one in recipes.items():
         for budget in budgets:
-            found.setdefault(name, {})[budget] = judge.ask(get_recipe(one, retain=budget), 0)
+            found.setdefault(name, {})[budget] = evaluator.ask(get_recipe(one, retain=budget), 0)
             tell("asking held-out questions", sum(map(len, found.values())), len(recipes) * len(budgets))
     told = {**record, "held out": report.figures(found), "log": learner.state.log, "settings": shown(settings)}
     made = Distilled(out, parameters, share, learner.signal, tuple(learner.state.log), found, told)

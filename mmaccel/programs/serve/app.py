@@ -49,8 +49,6 @@ def make_app(
 ) -> Starlette:
     """The application.
 
-    Parameters
-    ----------
     name : of the model in requests and answers.
     key : the API key that requests must have; None for none.
     allowed : host names, or patterns of them, that ``Host`` headers may have beside ``localhost`` and addresses; None for all.

@@ -73,8 +73,6 @@ def make_scheduler(
     """A model with a recipe, and twins of it that share its weights, as a scheduler. Raises MmaccelError if the model
     cannot honour the recipe.
 
-    Parameters
-    ----------
     several : requests that are answered at once.
     waiting : requests that may wait.
     """

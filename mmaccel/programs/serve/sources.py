@@ -47,8 +47,6 @@ _PERCENT = {
 class Sources:
     """What clients may name. Raises MmaccelError if a folder does not exist, or a host is none.
 
-    Parameters
-    ----------
     hosts : ``HOST``, for the usual ports, or ``HOST:PORT``.
     folders : below which files may lie, links followed.
     """

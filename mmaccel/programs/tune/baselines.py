@@ -1,4 +1,4 @@
-"""What a search has to beat: recipes of one part at the cost of what it found."""
+"""Baselines that a search must beat: single methods at the cost of the recipe that it found."""
 
 from __future__ import annotations
 
@@ -7,32 +7,30 @@ from contextlib import suppress
 
 from ...errors import MmaccelError
 from ...recipe import Recipe
-from .evaluate import Goal, Measured
+from .evaluate import Goal, Measurement
 from .search import Candidate, Search, lost
 from .space import rounded
 
-#: two costs are equal that differ by less than this share of them, or of what the bare model spends
+#: costs are equal that differ by less than this share of them, or of the bare model's cost
 _EQUAL, _ROUNDED = 0.02, 0.004
-#: of few tokens not every share can be had: a cost is as near as can be if it differs by less than this share
+#: few tokens do not allow every share: the nearest cost counts if it differs by less than this share
 _NEAR = 0.2
-#: the smallest budget that a part alone is given, and how often one is mended
+#: the smallest budget of a method alone, and how often a budget is adjusted
 _LEAST, _TIMES = 0.005, 4
-#: of the parts, how many are asked every question: those that have moved the answers to the first ones least
+#: how many methods are asked every question: those that have changed the answers to the first ones least
 _ASKED = 6
 
 
-def at_cost(
-    ask: Callable[[Recipe], Measured], fixed: Recipe, goal: Goal, cost: float, *, over: bool = False
-) -> tuple[Recipe, Measured] | None:
-    """A recipe with the budget at which it costs as much, and what was measured of it; None where it cannot be had so.
+def at_equal_cost(
+    ask: Callable[[Recipe], Measurement], fixed: Recipe, goal: Goal, cost: float, *, over: bool = False
+) -> tuple[Recipe, Measurement] | None:
+    """A recipe with the budget at which it costs as much, and its measurement; None if there is no such budget.
 
-    Parameters
-    ----------
-    ask : what becomes of some questions with a recipe.
+    ask : measures a recipe on some questions.
     cost : the share of ``goal`` that is to be spent of what the bare model spends.
-    over : where too few tokens are there for this share, whether the next one above it is taken, or the one below.
+    over : where too few tokens are there for this share, take the next one above it rather than below.
     """
-    budget, near = cost, dict[float, tuple[Recipe, Measured]]()
+    budget, near = cost, dict[float, tuple[Recipe, Measurement]]()
     for _ in range(_TIMES):
         if not _LEAST <= budget <= 1:
             break
@@ -49,27 +47,26 @@ def at_cost(
 
 
 def best_of(search: Search, found: Candidate) -> Candidate:
-    """``found``, or what keeps the answers to the questions of the search better at its cost: a part alone.
+    """``found``, or a single method that keeps more answers at its cost.
 
-    The cheapest of hundreds of recipes that seemed to keep enough was lucky; parts that are asked at this cost because they
-    are parts were not.
+    The cheapest of hundreds may have won by luck; single methods, tested without a search, did not.
     """
-    keeps = [one for one in _rivals(search, found) if one.measured.agreement >= search.keep]
+    keeps = [one for one in _baselines(search, found) if one.measured.agreement >= search.keep]
     return min([found, *keeps], key=lambda one: lost(one.measured))
 
 
-def _rivals(search: Search, found: Candidate) -> Iterator[Candidate]:
-    """The best parts alone, asked every question of the search."""
-    cost, first = found.measured.share(search.goal), list[tuple[Recipe, Measured]]()
+def _baselines(search: Search, found: Candidate) -> Iterator[Candidate]:
+    """The best single methods, asked every question of the search."""
+    cost, first = found.measured.share(search.goal), list[tuple[Recipe, Measurement]]()
     alone = [part for parts in search.space.parts.values() for part in parts.values() if part.budget]
     for number, part in enumerate(alone, 1):
-        # a budget may be one that the part cannot have
+        # a method may not take every budget
         with suppress(MmaccelError):
-            same = at_cost(lambda recipe: search.ask(recipe, 0), part.recipe, search.goal, cost)
+            same = at_equal_cost(lambda recipe: search.ask(recipe, 0), part.recipe, search.goal, cost)
             first += [] if same is None else [same]
-        search.tell("trying every part alone at the same cost", number, len(alone))
+        search.tell("trying single methods at the same cost", number, len(alone))
     for recipe, seen in sorted(first, key=lambda pair: lost(pair[1]))[:_ASKED]:
-        # what fails on a later question is no rival, and takes nothing from what was found
+        # a method that fails on a later question is left out
         with suppress(MmaccelError):
             whole = sum((search.ask(recipe, rung) for rung in range(1, search.rungs)), seen)
             yield Candidate(recipe, whole, True)

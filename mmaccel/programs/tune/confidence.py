@@ -1,22 +1,21 @@
-"""How sure a share of kept answers is, and how many questions it takes to be so sure."""
+"""Confidence bounds of a share of kept answers."""
 
 from __future__ import annotations
 
 import math
 
-#: of the interval that is shown beside every final figure
+#: level of the intervals in reports
 SHOWN = 0.95
 
 
 def interval(kept: int, asked: int, level: float = SHOWN) -> tuple[float, float]:
-    """The exact interval (Clopper and Pearson 1934) of a share of which ``kept`` of ``asked`` were seen."""
+    """The exact interval (Clopper and Pearson 1934) of a share, of which ``kept`` of ``asked`` were seen."""
     tail = (1 - level) / 2
-    return lower(kept, asked, 1 - tail), 1 - lower(asked - kept, asked, 1 - tail)
+    return lower_bound(kept, asked, 1 - tail), 1 - lower_bound(asked - kept, asked, 1 - tail)
 
 
-def lower(kept: int, asked: int, confidence: float) -> float:
-    """The share above which the true one is with this confidence, one-sided: where seeing ``kept`` or more of ``asked`` has a
-    probability of one minus it."""
+def lower_bound(kept: int, asked: int, confidence: float) -> float:
+    """The one-sided lower bound of a share: where ``kept`` or more of ``asked`` have a probability of ``1 - confidence``."""
     if not kept:
         return 0.0
     low, high = 0.0, kept / asked
@@ -29,14 +28,14 @@ def lower(kept: int, asked: int, confidence: float) -> float:
     return low
 
 
-def needed(keep: float, confidence: float) -> int:
-    """The fewest questions that can show a share of ``keep`` with a confidence: as many as may all be kept by chance of
-    ``1 - confidence`` where the true share is ``keep``."""
+def samples_needed(keep: float, confidence: float) -> int:
+    """The fewest questions that can show a share of ``keep``: all of them are kept with a probability of ``1 - confidence`` if
+    the true share is ``keep``."""
     return math.ceil(math.log(1 - confidence) / math.log(keep)) if 0 < keep < 1 else 1
 
 
 def _at_least(kept: int, asked: int, share: float) -> float:
-    """The probability of ``kept`` or more of ``asked``; the tail that is shorter is added up, in logarithms."""
+    """The probability of ``kept`` or more of ``asked``, from terms in logarithms."""
     if not 0 < share < 1:
         return float(share >= 1)
 

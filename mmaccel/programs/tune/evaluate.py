@@ -1,11 +1,9 @@
-"""What a recipe does to questions, and what it saves, without generating: the bare model answers once, and every recipe is made
-to read that answer behind the prompt.
+"""Measure what a recipe changes in answers and what it saves, without generating.
 
-The unaccelerated model writes its greedy answer, and the towers' features are kept. A recipe then takes one forward of the
-prompt and one of all tokens of the answer together (token by token where a method works at every step). A question is *kept* if
-both models have the same most likely token at every place of the answer: what the accelerated model would write is then the
-same. ``kl`` is as in :mod:`mmaccel.programs.evaluate`; ``drift`` is what VFlowOpt searches by, one minus the cosine of the last
-hidden states of the prompt's last token, for which no answer is needed.
+The bare model writes its greedy answer once. A recipe then takes one forward of the prompt and one of all tokens of the answer
+together (token by token where a method works at every step). An answer is *kept* if both models have the same most likely token
+at every position: the accelerated model would then write the same. ``kl`` is as in :mod:`mmaccel.programs.evaluate`; ``drift``,
+the objective of VFlowOpt, is one minus the cosine of the last hidden states of the prompt's last token.
 """
 
 from __future__ import annotations
@@ -43,14 +41,14 @@ GOALS: Mapping[Goal, str] = {
     "cost": "mean of the shares of prefill operations and of KV bytes",
 }
 _COUNTED = ("ttft", "tokens", "kv")
-#: prefills that are timed one after the other; the shortest counts
+#: prefills that are timed; the shortest counts
 _TIMES = 3
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One recipe on some questions: of each question whether its answer is kept, KL and drift; of all together what was spent
-    on them, and what the bare model spends (operations or seconds, tokens, bytes)."""
+class Measurement:
+    """One recipe on some questions: whether each answer is kept, its KL and drift; and what was spent on all of them, by the
+    recipe and by the bare model (operations or seconds, tokens, bytes)."""
 
     kept: tuple[bool, ...] = ()
     kl: tuple[float, ...] = ()
@@ -58,8 +56,8 @@ class Measured:
     spent: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTED, 0.0))
     bare: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTED, 0.0))
 
-    def __add__(self, other: Measured) -> Measured:
-        return Measured(
+    def __add__(self, other: Measurement) -> Measurement:
+        return Measurement(
             self.kept + other.kept,
             self.kl + other.kl,
             self.drift + other.drift,
@@ -79,8 +77,8 @@ class Measured:
 
     @property
     def risk(self) -> float:
-        """How far off next tokens are, the mean over questions of ``sqrt((KL + drift) / 2)``: by Pinsker's inequality no event
-        is less or more likely by more than ``sqrt(KL / 2)``. It ranks recipes by few questions, of which most lose none."""
+        """The mean over questions of ``sqrt((KL + drift) / 2)``, which ranks recipes where few answers change: by Pinsker's
+        inequality no event is less or more likely by more than ``sqrt(KL / 2)``."""
         pairs = zip(self.kl, self.drift, strict=True)
         return sum(math.sqrt(max(0.0, kl + drift) / 2) for kl, drift in pairs) / len(self.kl)
 
@@ -100,26 +98,25 @@ class Measured:
         return dataclasses.asdict(self)
 
     @staticmethod
-    def of(data: Mapping[str, Any]) -> Measured:
+    def of(data: Mapping[str, Any]) -> Measurement:
         """Back from JSON."""
         kept, kl, drift = (tuple(data[name]) for name in ("kept", "kl", "drift"))
-        return Measured(kept, kl, drift, dict(data["spent"]), dict(data["bare"]))
+        return Measurement(kept, kl, drift, dict(data["spent"]), dict(data["bare"]))
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A prompt and an answer as a recipe reads them: hidden states ``[B, T, D]`` that the ``T`` tokens of the answer are
-    predicted from, on the device, and what was spent."""
+    """Hidden states ``[B, T, D]``, from which a recipe predicts the ``T`` tokens of the answer, and what was spent."""
 
     states: Tensor
     spent: dict[str, float]
 
 
-class Exam:
-    """Questions that one forward can take together, and the bare model's answers to them."""
+class AnsweredBatch:
+    """Questions of one forward, and the bare model's answers to them."""
 
-    def __init__(self, model: Any, processor: Any, batch: Batch, longest: int, measure: bool) -> None:
-        self.model, self.processor, self.batch, self.measure = model, processor, batch, measure
+    def __init__(self, model: Any, processor: Any, batch: Batch, longest: int, timed: bool) -> None:
+        self.model, self.processor, self.batch, self.timed = model, processor, batch, timed
         self.longest = longest
         self.family = family_of(model, processor)
         self.memory = Remembered()
@@ -132,24 +129,24 @@ class Exam:
             written.append(out[:, self.inputs["input_ids"].shape[1] :])
 
         with self.memory.on(self.family):
-            # towers see the prompt alone, so that theirs are those of a prefill
+            # the towers only see the prompt
             self.vision = count_operations(model, write).vision
         self.tokens = written[0]
         self.lengths = answer_lengths(self.tokens, model.generation_config.eos_token_id)
         self.full = self._read(get_recipe("none"), processor)
 
     @torch.inference_mode()
-    def judge(self, recipe: Recipe) -> Measured:
-        """The recipe on these questions."""
+    def measure(self, recipe: Recipe) -> Measurement:
+        """Measure a recipe on these questions."""
         fast = self._read(recipe, prepare(self.processor, recipe))
         drift = 1 - torch.cosine_similarity(self.full.states[:, 0].float(), fast.states[:, 0].float(), dim=-1)
         kept, kl = [], []
-        # logits of one question at a time: those of a batch may be larger than the model
+        # logits of a batch may be larger than the model
         for row, length in enumerate(self.lengths.tolist()):
             mine, theirs = (self.family.logits(read.states[row, :length]) for read in (fast, self.full))
             kept.append(bool((mine.argmax(-1) == theirs.argmax(-1)).all()))
             kl.append(float(divergence([theirs], [mine], mine.new_ones(length)).mean()))
-        return Measured(tuple(kept), tuple(kl), tuple(drift.tolist()), fast.spent, self.full.spent)
+        return Measurement(tuple(kept), tuple(kl), tuple(drift.tolist()), fast.spent, self.full.spent)
 
     @torch.inference_mode()
     def _read(self, recipe: Recipe, processor: Any) -> _Read:
@@ -179,21 +176,18 @@ class Exam:
             "tokens": float(stats.visual_tokens_per_layer),
             "kv": float(stats.kv_bytes),
         }
-        if self.measure:
+        if self.timed:
             spent["ttft"] = self._seconds(recipe, processor, inputs)
         return _Read(torch.cat(states, dim=1), spent)
 
     def _prompt(self, inputs: Mapping[str, Any], cache: Any) -> Tensor:
-        """The last hidden state ``[B, 1, D]`` of the prompt, which is stored in the cache."""
+        """The last hidden state ``[B, 1, D]`` of the prompt, whose keys go into the cache."""
         out = self.family.inner(**inputs, **cache_argument(cache), use_cache=True)
         return out.last_hidden_state[:, -1:].clone()
 
     def _answer(self, mask: Tensor, cache: Any, positions: Any, one_by_one: bool) -> list[Tensor]:
-        """The hidden states of all tokens of the answers but the last, ``[B, ..., D]``, read behind the prompt.
-
-        positions : those of the prompt, as the text model was given them; with three axes (M-RoPE) text goes on behind the
-            last of its row, as it does in ``generate``.
-        """
+        """The hidden states ``[B, ..., D]`` of all tokens of the answers but the last, read after the prompt. ``positions`` are
+        those of the prompt; with three axes (M-RoPE) text continues after the last of its row, as it does in ``generate``."""
         read = self.tokens[:, :-1]
         extra: dict[str, Any] = {}
         states = []
@@ -210,7 +204,7 @@ class Exam:
         return states
 
     def _seconds(self, recipe: Recipe, processor: Any, inputs: Mapping[str, Any]) -> float:
-        """The least that a prefill takes, vision tower and selection included."""
+        """The shortest time of a prefill, vision tower and selection included."""
         wait: Callable[[], object] = torch.cuda.synchronize if self.model.device.type == "cuda" else (lambda: None)
         took = []
         with accelerated(self.model, recipe, processor=processor):
@@ -223,14 +217,9 @@ class Exam:
         return min(took)
 
 
-class Judge:
-    """Questions in rungs, which are asked of ever fewer recipes; every rung is read when it is first needed.
-
-    Parameters
-    ----------
-    rungs : the questions of every rung.
-    complain : told of every question that the model cannot be asked, which is then left out; without it that is an error.
-    """
+class Evaluator:
+    """Measures recipes on the questions of several ``rungs``; the bare model reads a rung when it is first needed. ``complain``
+    is called with one sentence for every question that the model cannot be asked; without it that is an error."""
 
     def __init__(
         self,
@@ -240,40 +229,38 @@ class Judge:
         *,
         batch_size: int,
         max_new_tokens: int,
-        measure: bool,
+        timed: bool,
         complain: Callable[[str], None] | None = None,
     ) -> None:
         self.model, self.processor, self.rungs, self.complain = model, processor, rungs, complain
         self.family = family_of(model, processor)
-        self.batch_size, self.longest, self.measure = batch_size, max_new_tokens, measure
-        self._exams: dict[int, list[Exam]] = {}
-        #: drafts and text towers of the recipes that were asked
+        self.batch_size, self.longest, self.timed = batch_size, max_new_tokens, timed
+        self._exams: dict[int, list[AnsweredBatch]] = {}
+        #: keeps draft models and text towers of the recipes
         self._loaded = KeepLoaded()
 
-    def exams(self, rung: int) -> list[Exam]:
-        """The questions of a rung, answered by the bare model."""
+    def answered(self, rung: int) -> list[AnsweredBatch]:
+        """The questions of a rung with the answers of the bare model."""
         if rung not in self._exams:
 
-            def make(batch: Batch) -> Exam:
-                return Exam(self.model, self.processor, batch, self.longest, self.measure)
+            def make(batch: Batch) -> AnsweredBatch:
+                return AnsweredBatch(self.model, self.processor, batch, self.longest, self.timed)
 
             read = batches(self.rungs[rung], self.batch_size, self.complain)
             made = [without_unusable(batch, make, self.complain)[1] for batch in read]
-            found = [exam for exam in made if exam is not None]
+            found = [one for one in made if one is not None]
             if not found:
-                raise MmaccelError(
-                    f"None of {len(self.rungs[rung])} questions can be used, and the search needs some; give others."
-                )
+                raise MmaccelError(f"None of {len(self.rungs[rung])} questions can be used; give others.")
             self._exams[rung] = found
         return self._exams[rung]
 
     @property
     def left_out(self) -> int:
-        """Questions of the rungs that were read, and could not be used."""
-        used = {rung: sum(len(exam.batch) for exam in exams) for rung, exams in self._exams.items()}
+        """Questions of the rungs read so far that could not be used."""
+        used = {rung: sum(len(one.batch) for one in answered) for rung, answered in self._exams.items()}
         return sum(len(self.rungs[rung]) - count for rung, count in used.items())
 
-    def ask(self, recipe: Recipe, rung: int) -> Measured:
+    def ask(self, recipe: Recipe, rung: int) -> Measurement:
         """The recipe on the questions of one rung.
 
         Raises
@@ -282,7 +269,7 @@ class Judge:
             If the model cannot honour the recipe.
         """
         try:
-            return sum((exam.judge(recipe) for exam in self.exams(rung)), Measured())
+            return sum((one.measure(recipe) for one in self.answered(rung)), Measurement())
         except torch.OutOfMemoryError as error:
             raise MmaccelError(
                 "The device ran out of memory; take a smaller batch, fewer frames, or weights in bfloat16."

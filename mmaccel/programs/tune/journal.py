@@ -29,8 +29,6 @@ class Journal:
     Raises MmaccelError if another run writes to the file, it cannot be written, it is no journal or a damaged one, or
     settings differ.
 
-    Parameters
-    ----------
     path : of the file, which is made where it is missing.
     settings : everything that the search depends on, as plain data.
     """

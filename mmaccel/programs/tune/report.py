@@ -15,7 +15,7 @@ from .. import plots
 from ..bench import provenance
 from ..resume import shown
 from .confidence import SHOWN, interval
-from .evaluate import GOALS, Measured
+from .evaluate import GOALS, Measurement
 
 if TYPE_CHECKING:
     from .search import Candidate, Search, Tuned
@@ -30,7 +30,7 @@ def figures(
     search: Search,
     candidates: Sequence[Candidate],
     chosen: Candidate | None,
-    held_out: Measured | None,
+    held_out: Measurement | None,
     generated: Mapping[str, Any] | None,
     confidence: float | None,
 ) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def figures(
     recipe: dict[str, Any] = {}
     if chosen is not None and held_out is not None and generated is not None:
         recipe = {
-            "model": fingerprint(search.judge.model),
+            "model": fingerprint(search.evaluator.model),
             "goal": search.goal,
             "keep": search.keep,
             "confidence": confidence,
@@ -62,11 +62,11 @@ def figures(
         "asked all": sum(one.asked_all for one in candidates),
         "left out": dict(search.space.left_out),
         "proxies": proxies(search),
-        "passes of the vision tower": [exam.memory.passes for exam in search.judge.exams(0)],
+        "passes of the vision tower": [one.memory.passes for one in search.evaluator.answered(0)],
     }
 
 
-def told(measured: Measured) -> dict[str, Any]:
+def told(measured: Measurement) -> dict[str, Any]:
     """A recipe on some questions, with the interval of what it keeps."""
     kept, asked = sum(measured.kept), len(measured.kept)
     return {
@@ -82,7 +82,7 @@ def proxies(search: Search) -> dict[str, Any]:
     """Spearman's rank correlation of what the first rung says with the share of answers kept on all questions that were asked
     later: of the drift of the last hidden state (VFlowOpt's objective), of KL, of the risk that the search adds up from both,
     and of answers kept; over the recipes that were asked more than the first rung."""
-    pairs = [(rungs[0], sum(rungs[1:], Measured())) for rungs in search.known.values() if len(rungs) > 1]
+    pairs = [(rungs[0], sum(rungs[1:], Measurement())) for rungs in search.known.values() if len(rungs) > 1]
     later = [-after.agreement for _, after in pairs]
     found: dict[str, Any] = {"recipes": len(pairs)}
     if len(pairs) >= _FEWEST_PAIRS:

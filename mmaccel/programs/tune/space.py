@@ -1,8 +1,8 @@
-"""What is searched: every recipe that works on the model and saves something on the questions, alone and in combination.
+"""The search space: every recipe that works on the model and saves something on the questions, alone and combined.
 
-Nothing is named here. All recipes there are, those of other packages too, are tried on a few questions; what the model cannot
-honour, or what saves nothing of what is to be saved, is left out and told why. The others are parts, in five slots by the site
-at which they begin; a candidate takes at most one of each slot.
+All recipes, those of other packages too, are tried on a few questions. What the model does not support, or what saves nothing,
+is left out with a reason. The others are parts in five slots by the site at which they begin; a candidate has at most one part
+of each slot.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ...method import LayerMethod, Policy
 from ...method.keys import CHOICES
 from ...method.registry import get_method, methods
 from ...recipe import Recipe, get_recipe
-from .evaluate import Goal, Judge
+from .evaluate import Evaluator, Goal
 
 if TYPE_CHECKING:
     from optuna import Trial
 
-#: slots in the order of their sites; merging inside the tower and pruning behind it stand for each other
+#: slots by site; merging inside the tower and pruning after it exclude each other
 SLOTS: Mapping[str, str] = {
     "frames": "pixels",
     "patches": "tokens",
@@ -38,22 +38,21 @@ SLOTS: Mapping[str, str] = {
 }
 #: the smallest budget that is tried
 LEAST = 0.02
-#: a part that leaves more than this of what is to be saved, at its smallest budget, saves nothing
+#: a part whose smallest budget costs more than this share saves nothing
 SAVES = 0.98
 _NOTHING = "-"
-#: whether tokens that are left weigh as many as they stand for
+#: whether kept tokens count for the tokens that they represent
 _WEIGHTS = "proportional"
 _WEIGHED = ("none", "all")
-#: of the trials beside another, how many have another part, how many that or another budget, and how many times as large it is
+#: shares of neighbours with another part, and with another part or budget; factors of budgets
 _ANOTHER, _BUDGET, _FACTORS = 0.4, 0.75, (0.6, 1.4, 2.0)
-#: a budget that keeps enough is tried this many times as large, and then halfway to one that does not, until they are as near
+#: the factor of a smaller budget, and the ratio of a failing to a passing budget at which bisection ends
 _SMALLER, _NEAR = 0.6, 0.88
 
 
 @dataclass(frozen=True)
 class Part:
-    """A recipe that may be part of a candidate, and what is searched of it: its budget, the layer at which it works, and
-    options by name with their choices."""
+    """A recipe that may be part of a candidate, and its search space: budget, layer, and choices of options by name."""
 
     recipe: Recipe
     budget: bool
@@ -62,12 +61,12 @@ class Part:
 
     @property
     def slot(self) -> str:
-        """Where it stands."""
+        """The slot of its site."""
         return SLOTS[get_method(self.recipe.stages[0].method).site]
 
     @staticmethod
     def of(recipe: Recipe, least: int, depth: int) -> Part:
-        """What there is to search of a recipe in a model of ``depth`` layers whose tokens can be dropped from ``least`` on."""
+        """The search space of a recipe in a model of ``depth`` layers in which tokens can be dropped from ``least`` on."""
         built = [m for _, m in recipe.build()]
         lone = built[0] if len(built) == 1 else None
         choices: dict[str, tuple[Any, ...]] = {}
@@ -84,7 +83,7 @@ class Part:
         return Part(recipe, recipe.primary is not None, layers, choices)
 
     def suggest(self, trial: Trial, most: float) -> Recipe:
-        """The recipe as a trial wants it, with a budget that is a share of ``most``."""
+        """The recipe of a trial, with a budget that is a share of ``most``."""
         name, changes = f"{self.slot}: {self.recipe.name}", dict[str, Any]()
         if self.budget:
             changes["retain"] = rounded(most * trial.suggest_float(f"{self.slot} budget", LEAST, 1.0, log=True))
@@ -103,7 +102,7 @@ class Part:
 
 
 def rounded(budget: float, digits: int = 2) -> float:
-    """Two digits, which nobody can tell from more, or as many as are asked for."""
+    """A budget with so many significant digits."""
     return float(f"{budget:.{digits}g}")
 
 
@@ -116,25 +115,19 @@ class Space:
 
     @staticmethod
     def found(
-        judge: Judge,
+        evaluator: Evaluator,
         goal: Goal,
         offered: Mapping[str, Recipe],
         tell: Callable[[str, int, int], None] = lambda what, done, of: None,
     ) -> Space:
-        """The parts that work on the questions of the first rung, each asked once at its smallest budget. Raises
-        MmaccelError if none does.
-
-        Parameters
-        ----------
-        offered : recipes by name.
-        tell : called with what is being done, how much of it is done, and how much there is.
-        """
+        """The ``offered`` parts that work on the questions of the first rung, each measured once at its smallest budget. Raises
+        MmaccelError if none does."""
         useful: dict[str, Recipe] = {}
         left_out: dict[str, str] = {}
         distinct = _distinct(offered)
         for number, (name, recipe) in enumerate(distinct.items(), 1):
             try:
-                why = _useless(judge, recipe, goal)
+                why = _useless(evaluator, recipe, goal)
             except MmaccelError as error:
                 why = str(error)
             if why:
@@ -146,11 +139,11 @@ class Space:
             raise MmaccelError(
                 f"No recipe saves anything of {goal!r} on these samples with this model; take another goal."
             )
-        return Space.of(judge.family, useful, left_out)
+        return Space.of(evaluator.family, useful, left_out)
 
     @staticmethod
     def of(family: Family, useful: Mapping[str, Recipe], left_out: Mapping[str, str]) -> Space:
-        """The space of recipes that are known to be useful for a model of this family."""
+        """The space of recipes that are known to save something in a model of this family."""
         parts: dict[str, dict[str, Part]] = {slot: {} for slot in SLOTS.values()}
         for name, recipe in useful.items():
             part = Part.of(recipe, max(1, family.deepstack), family.depth)
@@ -163,9 +156,9 @@ class Space:
         return [name for slot in self.parts.values() for name in slot]
 
     def suggest(self, trial: Trial) -> Recipe:
-        """The candidate that a trial stands for. Raises MmaccelError if its parts cannot be put together."""
+        """The candidate of a trial. Raises MmaccelError if its parts cannot be combined."""
         chosen: list[Recipe] = []
-        # a stage inside the language model goes on from what was left before it: a recipe takes the larger budget of both
+        # a stage inside the language model keeps a share of the tokens that enter it
         left = 1.0
         for slot, parts in self.parts.items():
             name = trial.suggest_categorical(slot, [_NOTHING, *parts])
@@ -178,32 +171,29 @@ class Space:
             return get_recipe("none")
         taken = {slot for slot in self.parts if trial.params[slot] != _NOTHING}
         if "tokens" not in taken or taken & {"cache", "codec"}:
-            # only tokens that are dropped before the language model give weights, and no compressed cache takes them
+            # weights need tokens that are dropped before the language model, and an uncompressed cache
             return get_recipe(chosen)
         return get_recipe(chosen, proportional=trial.suggest_categorical(_WEIGHTS, _WEIGHED))
 
-    def beside(self, params: Mapping[str, Any], dice: Random) -> dict[str, Any]:
-        """Parameters that differ from those of a trial in one thing: the part of a slot, a budget, whether tokens have
-        weights, or what else a part has, which is left open."""
-        slot = dice.choice([*self.parts, *([_WEIGHTS] if "tokens" in self.parts else [])])
+    def neighbour(self, params: Mapping[str, Any], rng: Random) -> dict[str, Any]:
+        """Parameters that differ from those of a trial in one thing: the part of a slot, a budget, the weights of tokens, or
+        the other options of a part, which are left open."""
+        slot = rng.choice([*self.parts, *([_WEIGHTS] if "tokens" in self.parts else [])])
         if slot == _WEIGHTS:
             return {**params, slot: _WEIGHED[params.get(slot) != _WEIGHED[1]]}
-        name, budget, move = params.get(slot, _NOTHING), f"{slot} budget", dice.random()
+        name, budget, move = params.get(slot, _NOTHING), f"{slot} budget", rng.random()
         if name == _NOTHING or move < _ANOTHER:
-            return {**params, slot: dice.choice([_NOTHING, *self.parts[slot]])}
+            return {**params, slot: rng.choice([_NOTHING, *self.parts[slot]])}
         if budget in params and move < _BUDGET:
-            return {**params, budget: min(1.0, max(LEAST, params[budget] * dice.choice(_FACTORS)))}
+            return {**params, budget: min(1.0, max(LEAST, params[budget] * rng.choice(_FACTORS)))}
         own = f"{slot} layer", f"{slot}: {name}, "
         return {key: value for key, value in params.items() if not key.startswith(own)}
 
     def smaller(
         self, best: Mapping[str, Any], value: float, tried: Sequence[tuple[Mapping[str, Any], float]]
     ) -> dict[str, Any] | None:
-        """Parameters that differ from those of a trial that keeps enough in one smaller budget, which was not tried yet; None
-        where nothing is left to be gained.
-
-        ``tried`` are the parameters of other trials, with what is made small, ``value`` of ``best``.
-        """
+        """Parameters of a trial with one smaller budget that was not tried yet; None if there is none to gain from. ``tried``
+        are parameters and objectives of all trials, ``value`` is that of ``best``."""
         for name in (f"{slot} budget" for slot in self.parts):
             if name not in best:
                 continue
@@ -223,8 +213,7 @@ class Space:
     def alone(
         self, params: Mapping[str, Any], times: float, tried: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any] | None:
-        """Parameters of a part alone with its budget so many times as large; None for several parts, and where a smaller
-        budget was tried before."""
+        """Parameters of a single part with its budget multiplied; None for several parts, or if a smaller budget was tried."""
         slots = [slot for slot in self.parts if params.get(slot, _NOTHING) != _NOTHING]
         if len(slots) != 1 or (name := f"{slots[0]} budget") not in params:
             return None
@@ -235,13 +224,13 @@ class Space:
         return {**params, name: smaller} if smaller >= LEAST and not known else None
 
     def starts(self, budget: float) -> list[dict[str, Any]]:
-        """The parameters of trials with every part alone; the rest of what a part has is for the search."""
+        """The parameters of trials with single parts; their other options are left to the search."""
         alone = dict.fromkeys(self.parts, _NOTHING)
         return [{**alone, **part.start(budget)} for parts in self.parts.values() for part in parts.values()]
 
 
 def _distinct(offered: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """The recipes that do something, each once: a name that stands for a method and its budget is that method."""
+    """The recipes that do something, each once; a method goes before other names of the same recipe."""
     found: dict[tuple[Any, ...], tuple[str, Recipe]] = {}
     for name, recipe in sorted(offered.items(), key=lambda item: (item[0] not in methods(), item[0])):
         found.setdefault(tuple((stage.method, repr(stage.options)) for stage in recipe.stages), (name, recipe))
@@ -249,7 +238,7 @@ def _distinct(offered: Mapping[str, Recipe]) -> dict[str, Recipe]:
     return dict(found.values())
 
 
-def _useless(judge: Judge, recipe: Recipe, goal: Goal) -> str:
-    """Why a recipe is of no use on these questions; empty if it is."""
-    share = judge.ask(recipe if recipe.primary is None else recipe.override(retain=LEAST), 0).share(goal)
+def _useless(evaluator: Evaluator, recipe: Recipe, goal: Goal) -> str:
+    """Why a recipe saves nothing on these questions; empty if it saves something."""
+    share = evaluator.ask(recipe if recipe.primary is None else recipe.override(retain=LEAST), 0).share(goal)
     return f"saves nothing of {goal!r} on these samples" if share > SAVES else ""

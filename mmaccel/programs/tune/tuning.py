@@ -1,4 +1,4 @@
-"""One call: samples in, a recipe and a report out."""
+"""Search for a recipe with given samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..identity import recipe_identity
 from ..resume import naming_files, run_settings, usable
 from . import report
 from .baselines import best_of
-from .evaluate import GOALS, Goal, Judge
+from .evaluate import GOALS, Evaluator, Goal
 from .journal import Journal
 from .search import Search, Tuned, choose, front, split
 
@@ -40,12 +40,12 @@ def tune(
     complain: Callable[[str], None] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Tuned:
-    """Search the recipe that spends least and keeps the model's answers.
+    """Search for the cheapest recipe that keeps the model's answers.
 
-    No expected answers are needed: an answer is kept if the model writes the same one, greedily, with the recipe. Recipes are
-    taken from the registry by what works on this model and these samples, alone and combined, with their budgets, layers and
-    options. The search is Optuna's (TPE, successive halving); after an interruption the same call goes on with it. What it
-    finds has to beat every part alone at the same cost.
+    No expected answers are needed: an answer is kept if the model writes the same one, greedily, with the recipe. The search
+    (Optuna's TPE with successive halving) tries all recipes that work on this model and these samples, alone and combined, with
+    their budgets, layers and options; the result also beats every method alone at the same cost. The same call resumes an
+    interrupted search.
 
     Parameters
     ----------
@@ -54,17 +54,15 @@ def tune(
         :func:`mmaccel.programs.evaluate.ask_samples`. Three in ten are held out for the final figure.
     keep : share of the answers that must be kept.
     goal : what is saved: ``ttft`` (operations of vision tower and prefill), ``tokens`` (visual tokens a layer), ``kv`` (bytes
-        of the cache behind the prompt), ``cost`` (the mean of the shares of prefill operations and of bytes).
-    out : the recipe's file; beside it a report (``.html``, ``.png``) and the journal of the search (``.journal``).
-    recipes : what to search among, alone and together; by default all recipes there are.
-    confidence : if given, such as 0.95, a recipe counts only if the held-out samples show with this confidence that it keeps
-        enough; by default it must keep enough of those of the search.
+        of the cache after the prompt), ``cost`` (the mean of the shares of prefill operations and of bytes).
+    out : the recipe's file; next to it a report (``.html``, ``.png``) and the journal of the search (``.journal``).
+    recipes : what to search among, alone and combined; by default all recipes.
+    confidence : if given, such as 0.95, accept only recipes that reach ``keep`` with this confidence on the held-out samples.
     trials, minutes : how many recipes are tried, in all, and how long at most; by default without a limit.
     measure : ``ttft`` in measured seconds of prefill rather than operations.
     batch_size, max_new_tokens : as for :func:`mmaccel.programs.evaluate.evaluate`.
-    complain : called with one sentence for every sample that cannot be used, which is then left out. Without it, that is an
-        error.
-    progress : called with what is being done, how much of it is done, and how much there is.
+    complain : called with one sentence for every sample that cannot be used and is left out. Without it, that is an error.
+    progress : called with the name of a part of the work, how much of it is done, and how much there is.
 
     Raises
     ------
@@ -99,16 +97,16 @@ def tune(
             "longest answer": max_new_tokens,
         }
         with Journal(Path(out).with_suffix(".journal"), settings) as journal:
-            judge = Judge(
+            evaluator = Evaluator(
                 model,
                 processor,
                 [*rungs, held_out],
                 batch_size=batch_size,
                 max_new_tokens=max_new_tokens,
-                measure=measure,
+                timed=measure,
                 complain=complain,
             )
-            search = Search(judge, len(rungs), goal, keep, offered, journal, settings, tell)
+            search = Search(evaluator, len(rungs), goal, keep, offered, journal, settings, tell)
             search.run(trials, minutes)
             return _finish(search, confidence, Path(out), len(given) - len(readable))
 
@@ -123,7 +121,7 @@ def _offered(recipes: Sequence[RecipeLike]) -> dict[str, Recipe]:
 
 
 def _identity(one: Recipe, model: Any) -> str:
-    """The digest of a recipe, with the code of its methods; one that cannot be built is left out later, and says why."""
+    """The digest of a recipe with the code of its methods, or why it cannot be built."""
     try:
         return recipe_identity(one, getattr(model.config, "_name_or_path", None) or None)[:16]
     except MmaccelError as error:
@@ -131,19 +129,19 @@ def _identity(one: Recipe, model: Any) -> str:
 
 
 def _check(keep: float, goal: str, confidence: float | None, trials: int, out: str | Path) -> None:
-    """See that what is asked makes sense."""
+    """Raise MmaccelError if an argument is wrong."""
     if not 0 < keep <= 1:
-        raise MmaccelError(f"keep={keep} is no share of answers; give one such as 0.99.")
+        raise MmaccelError(f"keep must be a share of the answers such as 0.99, got {keep}.")
     if goal not in GOALS:
-        raise MmaccelError(f"goal={goal!r} is unknown; it can be {', '.join(GOALS)}.")
+        raise MmaccelError(f"goal must be one of {', '.join(GOALS)}, got {goal!r}.")
     if confidence is not None and not 0 < confidence < 1:
-        raise MmaccelError(f"confidence={confidence} is none; give one such as 0.95.")
+        raise MmaccelError(f"confidence must be greater than 0 and less than 1, such as 0.95, got {confidence}.")
     if confidence is not None and keep == 1:
         raise MmaccelError(
-            "No number of samples shows that every answer is kept; give a keep below 1, or no confidence."
+            "No number of samples can show that every answer is kept; give a keep below 1, or no confidence."
         )
     if trials < 1:
-        raise MmaccelError(f"trials={trials} is no number of recipes to try; give 1 or more.")
+        raise MmaccelError(f"trials must be at least 1, got {trials}.")
     if Path(out).suffix != ".json" or not Path(out).absolute().parent.is_dir():
         raise MmaccelError(f"{str(out)!r} must end in .json and lie in a folder that exists.")
     for path in map(Path(out).with_suffix, (".json", ".html", ".png")):
@@ -169,43 +167,34 @@ def _questions(given: str | Path | Sequence[Question], complain: Callable[[str],
 
 
 def _finish(search: Search, confidence: float | None, out: Path, left_out: int) -> Tuned:
-    """Choose, look at what was held out, and write."""
-    goal, keep, judge = search.goal, search.keep, search.judge
+    """Choose a recipe, evaluate it on the held-out questions, and write it."""
+    goal, keep, evaluator = search.goal, search.keep, search.evaluator
     candidates = search.candidates()
     whole = [one for one in candidates if one.asked_all]
     enough = [one for one in whole if one.measured.agreement >= keep and one.measured.share(goal) < 1]
     ordered = front(enough, goal, lambda m: -m.divergence)
     if ordered:
         ordered[0] = best_of(search, ordered[0])
-    chosen, seen = choose(judge, search.rungs, ordered, keep, confidence)
+    chosen, seen = choose(evaluator, search.rungs, ordered, keep, confidence)
     generated, recipe, figures = None, None, None
     if chosen is not None and seen is not None:
         row = Row(chosen.recipe)
         for _ in evaluate(
-            judge.model,
-            judge.processor,
-            [question for exam in judge.exams(search.rungs) for question, _ in exam.batch],
+            evaluator.model,
+            evaluator.processor,
+            [question for one in evaluator.answered(search.rungs) for question, _ in one.batch],
             [row],
-            batch_size=judge.batch_size,
-            max_new_tokens=judge.longest,
+            batch_size=evaluator.batch_size,
+            max_new_tokens=evaluator.longest,
         ):
             pass
         generated, figures = row.figures()["loyalty"], row.figures()
     told = report.figures(search, candidates, chosen, seen, figures, confidence)
-    told["samples left out"] = left_out + judge.left_out
+    told["samples left out"] = left_out + evaluator.left_out
     if chosen is not None:
         recipe = TunedRecipe.of(chosen.recipe, out.stem, told["recipe"])
         write_whole(out, recipe.to_json().encode() + b"\n")
-    tuned = Tuned(
-        goal,
-        keep,
-        recipe,
-        chosen,
-        tuple(front(whole, goal, lambda m: m.agreement)),
-        tuple(candidates),
-        seen,
-        generated,
-        told,
-    )
+    best = tuple(front(whole, goal, lambda m: m.agreement))
+    tuned = Tuned(goal, keep, recipe, chosen, best, tuple(candidates), seen, generated, told)
     report.write(tuned, out)
     return tuned

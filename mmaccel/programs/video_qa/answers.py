@@ -31,8 +31,6 @@ class AnswerFile:
     Raises MmaccelError if the folder does not exist, the file holds something else or answers of a run with other
     settings, or another run writes to it.
 
-    Parameters
-    ----------
     path : of the file; its folder must exist.
     settings : everything that answers depend on, as plain data.
     """
