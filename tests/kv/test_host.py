@@ -12,6 +12,7 @@ from tail import few
 from unlaunched import calls, unlaunched
 
 from mmaccel import Recipe, Stage, accelerated
+from mmaccel.method import results, sparse_read
 
 STEPS = 4
 PAGES = {"page": 16, "group": 16, "residual": 4, "bits": 4}
@@ -45,7 +46,10 @@ def a_layer(name: str | None) -> float:
                 model.generate(**feed, **options)
             return count[0]
 
-        with unlaunched():
+        # what is counted is a step on a GPU, where nobody looks for NaN; here no value was computed
+        with unlaunched(), pytest.MonkeyPatch.context() as patch:
+            for module in (results, sparse_read):
+                patch.setattr(module, "on_host", lambda made: False)
             run(STEPS)
             found.append((run(STEPS) - run(0)) / STEPS)
     return (found[1] - found[0]) / 2

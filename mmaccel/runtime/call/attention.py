@@ -31,7 +31,9 @@ def text_attention(
     if call is None or number is None:
         return base_function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **options)
     query, key, value = in_attention_dtype(query, key, value)
-    return reader_of(call)(call, number, Attention(base, module, query, key, value, attention_mask, scaling, options))
+    window = options["sliding_window"] if "sliding_window" in options else None
+    given = Attention(base, module, query, key, value, attention_mask, scaling, options, window)
+    return reader_of(call)(call, number, given)
 
 
 TEXT = AttentionKind("text", text_attention)

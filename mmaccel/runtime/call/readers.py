@@ -37,6 +37,7 @@ class Attention:
 
     query : ``[B, Hq, q, D]``. key, value : ``[B, Hkv, K, D]``. mask : what ``base`` takes, None without one.
     scaling : the factor of ``q . k``; None for ``D ** -0.5``. options : other arguments of attention functions.
+    window : how far back the layer's sliding window reaches; None without one.
     """
 
     base: str
@@ -47,21 +48,12 @@ class Attention:
     mask: Tensor | None
     scaling: float | None
     options: dict[str, Any]
+    window: int | None
 
     @property
     def scale(self) -> float:
         """The factor of ``q . k``."""
         return self.query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
-
-    @property
-    def window(self) -> int | None:
-        """How far back the layer's sliding window reaches; None without one."""
-        return self.options.get("sliding_window")
-
-    @property
-    def groups(self) -> int:
-        """Query heads of each KV head."""
-        return self.query.shape[1] // self.key.shape[1]
 
     def unpack(self, layer: QuantisedLayer) -> None:
         """Take all that a layer stores as keys and values."""
@@ -75,11 +67,11 @@ class Attention:
 
 def reader_of(call: Call[Any]) -> Callable[[Call[Any], int, Attention], Output]:
     """The reader of the forward that is being run."""
-    if call.pinned is not None:
-        return read_static
     if call.observer is not None:
         return read_observed
-    return read_given if call.text.runs is None else read_stored
+    if call.text.runs is not None:
+        return read_stored
+    return read_given if call.pinned is None else read_static
 
 
 def read_given(call: Call[Any], number: int, given: Attention) -> Output:
@@ -96,7 +88,7 @@ def read_static(call: Call[Any], number: int, given: Attention) -> Output:
         with without_autocast(given.query.device):
             return pinned.attend(given.query.to(pinned.keys.dtype), given.scale), None
     given.mask = pinned.end.visible if pinned.end.added is None else pinned.end.added
-    given.mask = None if given.mask is None else _for_heads(given.mask, given.groups)
+    given.mask = None if given.mask is None else _for_heads(given.mask, given)
     return read_given(call, number, given)
 
 
@@ -107,7 +99,7 @@ def read_observed(call: Call[Any], number: int, given: Attention) -> Output:
     if seen is None:
         return read_given(call, number, given)
     given.key, given.value, visible = seen
-    mask = _for_heads(visible, given.groups)
+    mask = _for_heads(visible, given)
     if given.base == "eager":
         return given.run("eager", _added(mask, given.query.dtype), given.scaling)
     return given.run("sdpa", mask, given.scaling)
@@ -128,7 +120,11 @@ def read_stored(call: Call[Any], number: int, given: Attention) -> Output:
     runs = call.text.runs
     assert runs is not None
     layer, seen = _layer_attended(runs.forward, number, given)
-    asked = runs.keys_to_read(seen)
+    asked = None
+    if runs.readers:
+        plain = given.base == "sdpa" and runs.forward.incoming.weights is None
+        seen.plain = plain and getattr(given.module, "is_causal", True)
+        asked = runs.keys_to_read(seen)
     chosen = None if asked is None else asked.chosen
     if asked is not None and asked.output is not None:
         output: Output = asked.output, None
@@ -139,16 +135,22 @@ def read_stored(call: Call[Any], number: int, given: Attention) -> Output:
         if layer is not None and seen.as_stored:
             given.unpack(layer)
             seen.query, seen.key, seen.value = given.query, given.key, given.value
-        output = _read_chosen(given, seen, chosen) or _masked(runs.forward, number, given, seen, chosen)
-    runs.after_attention(seen)
+        if chosen is not None and given.base != "eager":
+            output = _read_chosen(given, seen, chosen)
+        else:
+            output = _masked(runs.forward, number, given, seen, chosen)
+    runs.attended += 1
+    if runs.observers:
+        runs.after_attention(seen)
     return output
 
 
 def _layer_attended(forward: Forward, number: int, given: Attention) -> tuple[QuantisedLayer | None, LayerAttended]:
     """The layer of the cache that layer ``number`` of the language model reads, and its attention before any key is chosen."""
-    family = forward.plan.family
+    family = forward.plan.towers
     stored = family.stored_from(number)
-    phase, index = forward.phase(stored), forward.index(stored)
+    # a decode step is here once a layer, so that every call counts
+    phase, index = forward.incoming.phase(stored), forward.index(stored)
     layer = forward.state.layers[stored] if forward.state is not None else None
     as_stored = False
     if layer is not None:
@@ -161,20 +163,17 @@ def _layer_attended(forward: Forward, number: int, given: Attention) -> tuple[Qu
     visible, query = None, given.query
     # of what is read as it is stored the newest token sees everything, wherever heads end
     if layer is None or not as_stored or query.shape[2] > 1 or index.windowed(given.window) or not layer.gapless:
-        visible = index.mask(phase.places, given.window, phase.together if family.is_bidirectional(number) else None)
+        groups = phase.together if phase.together is not None and family.is_bidirectional(number) else None
+        visible = index.mask(phase.places, given.window, groups)
     if visible is not None:
         # layers may be spread over devices
         visible = visible.to(query.device, non_blocking=True)
-    causal = bool(getattr(given.module, "is_causal", True))
-    plain = forward.incoming.weights is None and causal and given.base == "sdpa"
-    seen = LayerAttended(stored, query, given.key, given.value, visible, given.scale, given.window, as_stored, plain)
-    return layer, seen
+    scale = query.shape[-1] ** -0.5 if given.scaling is None else given.scaling
+    return layer, LayerAttended(stored, query, given.key, given.value, visible, scale, given.window, as_stored)
 
 
-def _read_chosen(given: Attention, seen: LayerAttended, chosen: ChosenKeys | None) -> Output | None:
-    """The output over the keys that a run has chosen; None where it chose none, or eager attention returns its weights."""
-    if chosen is None or given.base == "eager":
-        return None
+def _read_chosen(given: Attention, seen: LayerAttended, chosen: ChosenKeys) -> Output:
+    """The output over the keys that a run has chosen."""
     read, _ = chosen_attention(given.query, given.key, given.value, chosen, scaling=seen.scaling, visible=seen.visible)
     return read.transpose(1, 2), None
 
@@ -189,7 +188,7 @@ def _masked(forward: Forward, number: int, given: Attention, seen: LayerAttended
         # flash attention takes nothing that is added to its logits
         base = "eager" if base == "eager" else "sdpa"
         added = forward.index(seen.number).weighed(forward.incoming.weights, visible, given.query.shape[2])
-        return given.run(base, _for_heads(added, given.groups).to(given.query.dtype), seen.scaling)
+        return given.run(base, _for_heads(added, given).to(given.query.dtype), seen.scaling)
     if base not in BACKENDS:
         base, padding = _for_flash(forward, number, given, seen)
         return given.run(base, padding, seen.scaling)
@@ -199,7 +198,7 @@ def _masked(forward: Forward, number: int, given: Attention, seen: LayerAttended
         visible = torch.ones(*shape, dtype=torch.bool, device=given.query.device).tril()[None, None]
     if visible is None:
         return given.run(base, None, seen.scaling)
-    mask = _for_heads(visible, given.groups)
+    mask = _for_heads(visible, given)
     return given.run(base, _added(mask, given.query.dtype) if base == "eager" else mask, seen.scaling)
 
 
@@ -218,7 +217,7 @@ def _for_flash(forward: Forward, number: int, given: Attention, seen: LayerAtten
     # keys that are picked out are padded behind the last ones, which flash attention takes for those of the queries
     picked = query.shape[2] > 1 and forward.incoming.sparse(seen.number) is not None
     if index.of_heads or index.windowed(given.window) or ahead or phase.back is not None or picked:
-        return "sdpa", _for_heads(seen.visible, given.groups)
+        return "sdpa", _for_heads(seen.visible, given)
     return given.base, (index.index >= 0).to(query.device, non_blocking=True) if index.padded else None
 
 
@@ -227,6 +226,6 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-def _for_heads(mask: Tensor, groups: int) -> Tensor:
+def _for_heads(mask: Tensor, given: Attention) -> Tensor:
     """``[B, 1 or Hkv, q, K]`` for query heads."""
-    return mask if mask.shape[1] == 1 else mask.repeat_interleave(groups, dim=1)
+    return mask if mask.shape[1] == 1 else mask.repeat_interleave(given.query.shape[1] // given.key.shape[1], dim=1)

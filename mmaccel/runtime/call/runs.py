@@ -126,6 +126,7 @@ class Runs:
     """The runs of one forward, in their order.
 
     attended : layers whose attention has run through our function.
+    readers, observers : those that choose keys, and those that look at the attention of layers; most decode steps have none.
     """
 
     def __init__(self, forward: Forward, runs: Iterable[Run]) -> None:
@@ -133,8 +134,7 @@ class Runs:
         self._runs = list(runs)
         self.attended = 0
         self._changed = False
-        # most decode steps have nothing to do in most moments
-        self._before_layer, self._readers, self._observers = (
+        self._before_layer, self.readers, self.observers = (
             [run for run in self._runs if getattr(type(run), moment) is not getattr(Run, moment)]
             for moment in ("before_layer", "keys_to_read", "after_attention")
         )
@@ -169,18 +169,16 @@ class Runs:
     def keys_to_read(self, layer: LayerAttended) -> KeysToRead | None:
         """The keys that a layer reads; None for everything."""
         found = None
-        for run in self._readers:
+        for run in self.readers:
             with without_autocast(layer.query.device):
                 found = found or run.keys_to_read(layer)
         return found
 
     def after_attention(self, layer: LayerAttended) -> None:
         """Let all runs see the attention of a layer."""
-        self.attended += 1
-        if self._observers:
-            with without_autocast(layer.query.device):
-                for run in self._observers:
-                    run.after_attention(layer)
+        with without_autocast(layer.query.device):
+            for run in self.observers:
+                run.after_attention(layer)
 
     def finish(self) -> None:
         """Let all runs finish: the last layer has run."""
