@@ -57,6 +57,24 @@ class PackedGroup:
             places = self.pages.lengths()[:, : live.shape[1]]
         return Held(*torch.stack([places, live]).cpu().unbind())
 
+    def choices(self, like: PackedGroup) -> tuple[Pages | None, Tensor]:
+        """The pages whose channels the next tokens of each head share, and the heads that have none, ``[B, 1 or Hkv]`` bool on
+        the CPU. A head that has packed nothing in this group has the channels of the group ``like`` it."""
+        unused = self.known().live == 0
+        if self.pages is None:
+            return like.pages, like.known().live == 0
+        if self is like or like.pages is None or not bool(unused.any()):
+            return self.pages, unused
+        theirs = unused & (like.known().live > 0)
+        heads = to_device(theirs.expand(-1, self.pages.heads), self.index.device).flatten()[:, None]
+        planes = [
+            mine
+            if mine.channels is None or other.channels is None
+            else replace(mine, channels=torch.where(heads, other.channels, mine.channels))
+            for mine, other in zip(self.pages.keys, like.pages.keys, strict=True)
+        ]
+        return replace(self.pages, keys=tuple(planes)), unused & ~theirs
+
     def extended(self, new: Pages, index: Tensor, due: Tensor, received: Tensor | None, count: Tensor) -> PackedGroup:
         """With ``new`` pages behind: the tokens ``due [B, 1 or Hkv, R]`` of those with this index and these figures, ``count
         [B, 1 or Hkv]`` on the CPU of every head."""
@@ -228,10 +246,9 @@ class QuantisedLayer(CompressedLayer):
         groups += [PackedGroup(None, rest[..., :0], empty, none)] * (group.number + 1 - len(groups))
         groups = [replace(one, held=one.known()) for one in groups]
         own = groups[group.number]
-        before = own if own.pages is not None else groups[group.like]
-        unused = before.known().live == 0
-        empty_heads = unused.expand_as(every) if before.pages is not None and bool(unused.any()) else None
-        packed = group.codec.pack(*flat, before.pages, query_energy, every, empty_heads)
+        before, unused = own.choices(groups[group.like])
+        empty_heads = unused.expand_as(every) if before is not None and bool(unused.any()) else None
+        packed = group.codec.pack(*flat, before, query_energy, every, empty_heads)
         new = check_type(group.codec, "pack()", packed, Pages)
         groups[group.number] = own.extended(new, rest, due, self.schedule.received, count)
         super().evict((rest >= 0) & ~due, (keys, values), lengths)

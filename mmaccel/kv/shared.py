@@ -18,7 +18,7 @@ from .returning import Returning
 from .sparse import SparseMemory
 
 #: what is known of the first places, ``[B, n, ...]``; and of rows
-_BY_PLACE = ("grid_table", "visual", "weights")
+_BY_PLACE = ("grid_table", "visual", "weights", "ordinals")
 _BY_ROW = ("offset", "ahead", "axes_ahead", *_BY_PLACE)
 #: the first picture of a row that has none
 _NO_PICTURE = sys.maxsize
@@ -44,6 +44,8 @@ class Shared:
     visual : ``[B, n]`` bool, which of the first ``n`` places are visual; only where text has a codec of its own.
     weights : ``[B, n]``, what is added to the attention logits of the keys at the first ``n`` places, in all layers;
         only with proportional attention.
+    ordinals : ``[B, n]`` long, the number of each of the first ``n`` places among the tokens of its row; None where no forward
+        had padding. Only where a policy counts tokens.
     sparse : what a recipe carries that reads other keys at every step.
     returning : what a recipe carries whose dropped tokens may come back.
     stream : all pictures are stretches of one clip, whose frames are counted on.
@@ -63,6 +65,7 @@ class Shared:
     grid_table: Tensor | None = None
     visual: Tensor | None = None
     weights: Tensor | None = None
+    ordinals: Tensor | None = None
     sparse: SparseMemory | None = None
     returning: Returning | None = None
     first_pictures: Sequence[int] = ()
@@ -110,6 +113,23 @@ class Shared:
         """Remember which places from ``since`` on are visual, ``[B, S]`` bool."""
         before = visual[:, :0] if self.visual is None else self.visual[:, :since]
         self.visual = torch.cat([pad(before, (0, since - before.shape[1])), visual], dim=1)
+
+    def note_tokens(self, valid: Tensor, since: int) -> None:
+        """Remember which places from ``since`` on are tokens and which are padding, ``[B, S]`` bool."""
+        places = torch.arange(since, device=valid.device).expand(len(valid), -1)
+        before = self.ordinal(places)
+        last = before[:, -1:] if since else before.new_full((len(valid), 1), -1)
+        self.ordinals = torch.cat([before, last + valid.cumsum(1)], dim=1)
+
+    def ordinal(self, places: Tensor, heads: int = 1) -> Tensor:
+        """``[rows, K]`` long: the number of the tokens at ``places [rows, K]`` among those of their row of the batch. Every
+        row has ``heads`` rows of places, and all rows may be repeated. Behind the places that are known all are tokens."""
+        if self.ordinals is None:
+            return places
+        known = self.ordinals.to(places.device)
+        size = known.shape[1]
+        rows = (torch.arange(len(places), device=places.device) // heads % len(known))[:, None]
+        return known[rows, places.clamp(0, size - 1)] + (places - size + 1).clamp(min=0)
 
     def note_pictures(self, visual: Tensor, since: int) -> Tensor:
         """Remember where the first picture of every row is, of which those from ``since`` on are ``visual [B, S]`` bool on the
@@ -207,7 +227,7 @@ class Shared:
 
     def reset(self) -> None:
         """Forget the prompt; indices are let go of by the layers."""
-        self.offset = self.ahead = self.axes_ahead = self.grid_table = self.visual = self.weights = None
+        self.offset = self.ahead = self.axes_ahead = self.grid_table = self.visual = self.weights = self.ordinals = None
         self.sparse = self.returning = None
         self.incoming, self.broken, self.first_pictures, self.pack_at = None, False, (), ()
 

@@ -38,6 +38,8 @@ class KeyBatch(Layerwise):
         distributed like those of the prompt; None unless the policy sets ``future``.
     outgoing : ``[B, Hkv, K]`` float32, the L1 norm of each value after the layer's output projection, mean over the query
         heads of its key head; None unless the policy ``needs_outgoing``.
+    ordinal : ``[B, K]`` long, the number of each key among the tokens of its row; the same as ``index``, without the padding
+        between two turns. None unless the policy ``needs_ordinals``, and where there is no such padding.
     layer, depth : the number of this layer, -1 for several at once; how many layers there are.
     decoding : whether this is a decode step rather than the end of a prompt.
     """
@@ -57,6 +59,7 @@ class KeyBatch(Layerwise):
     survivors: Tensor | None = None
     expected: tuple[Tensor, Tensor] | None = None
     outgoing: Tensor | None = None
+    ordinal: Tensor | None = None
     layer: int = 0
     depth: int = 1
     decoding: bool = False
@@ -222,6 +225,8 @@ class Policy(CacheOptions, Method):
     future: int = 0
     #: whether :attr:`KeyBatch.outgoing` is to be filled
     needs_outgoing: ClassVar[bool] = False
+    #: whether :attr:`KeyBatch.ordinal` is to be filled
+    needs_ordinals: ClassVar[bool] = False
     #: whether :meth:`observe` is called for what follows a prompt, too, where a schedule evicts
     observes_steps: ClassVar[bool] = True
     #: in the authors' variant, whether the last layer of a pyramid has exactly its share, whatever the steps before it leave

@@ -94,9 +94,12 @@ class EvictKeys(CachePolicy):
         return done
 
     def before_text(self, text: TextInputs) -> None:
-        """Let the policy observe the queries that a schedule remembers: a prompt begins."""
-        if isinstance(self.forward, Prompt):
-            self.schedule.catch_up(self.forward.first_time)
+        """Let the policy observe the queries that a schedule remembers: a prompt begins. Note padding between two turns."""
+        forward = self.forward
+        if isinstance(forward, Prompt):
+            self.schedule.catch_up(forward.first_time)
+        if self.policy.needs_ordinals and forward.seen and text.valid is not None:
+            self.state.shared.note_tokens(text.valid.to(forward.device, non_blocking=True), forward.seen)
 
     def keys_to_read(self, layer: LayerAttended) -> KeysToRead | None:
         """The attention of a prompt from the pass in which the policy sums it over the queries: on a CPU both cost what the

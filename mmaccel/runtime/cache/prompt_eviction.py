@@ -255,6 +255,7 @@ class PromptEviction:
             survivors=survivors,
             expected=(joined([m for m, _ in expected]), joined([c for _, c in expected])) if expected else None,
             outgoing=outgoing,
+            ordinal=self.state.shared.ordinal(places) if self.policy.needs_ordinals else None,
             layer=together.layers[0].number if len(ones) == 1 else -1,
             depth=self.stage.depth,
             memo=tokens.memo,

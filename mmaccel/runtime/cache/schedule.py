@@ -244,6 +244,7 @@ class Schedule:
             picture=picture,
             cells=cells,
             outgoing=None if outgoing is None else sorted_(outgoing),
+            ordinal=self.shared.ordinal(index, heads) if self.policy.needs_ordinals else None,
             layer=together.layers[0].number if len(together.layers) == 1 else -1,
             depth=self.stage.depth,
             decoding=True,

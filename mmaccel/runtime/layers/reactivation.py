@@ -47,8 +47,8 @@ def check_rows(prompt: Prompt) -> None:
         row = int(refused.nonzero()[0])
         names = ", ".join(sorted({stage.method.name for stage in prompt.plan.stage_at_layer.values()}))
         raise UnsupportedError(
-            f"Row {row} of this batch has no new picture beside rows that have, and {names} brings tokens of its earlier "
-            "pictures back only in forwards without new ones; give it a call of its own."
+            f"Row {row} of this batch has no new picture, and other rows have one: {names} can bring tokens of earlier "
+            "pictures back only in a call in which no row has a new picture. Give this row a call of its own."
         )
 
 
