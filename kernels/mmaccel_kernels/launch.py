@@ -27,7 +27,7 @@ allowed: ContextVar[bool] = ContextVar("mmaccel_kernels_allowed", default=True)
 
 
 class Obstacle(NamedTuple):
-    """Why no kernel runs, and what helps, half a sentence each."""
+    """Reason why no kernel runs, and a remedy, half a sentence each."""
 
     reason: str
     remedy: str
@@ -74,7 +74,7 @@ def usable(device: torch.device) -> bool:
 
 @cache
 def obstacle(device: torch.device) -> Obstacle | None:
-    """What keeps kernels from running on ``device``, found by building and running the smallest one; None if nothing does."""
+    """Reason why kernels cannot run on ``device``, found by building and running the smallest one; None if they can."""
     if device.type != "cuda":
         return Obstacle("kernels run on GPUs only", "the definitions in plain torch serve every other device")
     if triton is None:
@@ -204,7 +204,7 @@ def workspace(like: Tensor, *sizes: int, use: str = "") -> list[Tensor]:
 
 
 def failure(operation: Callable[..., Any], device: torch.device) -> Obstacle | None:
-    """Why a kernel of the folder of ``operation`` did not compile for ``device``; None if all that was launched did."""
+    """Reason why a kernel of the folder of ``operation`` did not compile for ``device``; None if all that was launched did."""
     failed = (
         why
         for (kernel, where, *_), why in _failed.items()

@@ -64,7 +64,7 @@ def spills(said: str) -> int:
 
 
 def version() -> tuple[int, int]:
-    """Of the compiler."""
+    """Version of the compiler."""
     return _version(_compiler())
 
 
@@ -129,7 +129,7 @@ def function(
 
 
 def target_of(device: torch.device) -> str:
-    """What is compiled for on a device."""
+    """Architecture to compile for on a device."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 

@@ -12,7 +12,7 @@ from .triton import keep_alike_kernel
 def keep_alike(
     query: Tensor, units: Tensor, before: Tensor, before_units: Tensor, alike: float
 ) -> tuple[Tensor, Tensor]:
-    """What an earlier step chose, in rows whose query is like its query, else what this one chose.
+    """Reuse the choice of an earlier step in rows whose query is like its query.
 
     Parameters
     ----------

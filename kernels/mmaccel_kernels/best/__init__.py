@@ -1,4 +1,4 @@
-"""Which units of keys a step reads: those of the highest ratings, as a list that stays on the device."""
+"""The units of keys with the highest ratings, as a list that stays on the device."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def best_units(
     if least is not None and (least.shape != (shape[0],) or least.dtype != torch.float32):
         raise ValueError(f"least must be [{shape[0]}] float32, not {tuple(least.shape)} {least.dtype}.")
     if ratings.shape[2] % each:
-        raise ValueError(f"ratings has {ratings.shape[2]} parts, which make no units of {each}.")
+        raise ValueError(f"ratings has {ratings.shape[2]} parts, which are not whole units of {each}.")
     if not ratings.numel() or not most:
         return best_units_definition(ratings, count, most, each, gone, least)
     return run(best_units_kernel, best_units_definition, ratings, count, most, each, gone, least)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class ChosenKeys(NamedTuple):
-    """Which of the stored keys a step reads, by their slots; -1 is no slot. Heads that choose alike have one entry.
+    """The stored keys that a step reads, by their slots; -1 is no slot. Heads that choose the same have one entry.
 
     always : ``[B, 1 or Hkv, A]`` int32, read whatever is picked.
     units : ``[B, 1 or Hkv, P, unit]`` int32, the keys of every unit.
@@ -24,7 +24,7 @@ class ChosenKeys(NamedTuple):
     stored: int
 
     def slots(self, total: int, tail: Tensor | None = None) -> Tensor:
-        """What is read of ``total`` slots, ``[B, 1 or Hkv, R]`` long; of ``tail [1]`` of them where there are no more."""
+        """Slots that are read of ``total``, ``[B, 1 or Hkv, R]`` long; of the first ``tail [1]``, if given."""
         heads = max(x.shape[1] for x in self[:4])
         later = torch.arange(self.stored, total, device=self.always.device)
         later = later if tail is None else later.masked_fill(later >= tail, -1)

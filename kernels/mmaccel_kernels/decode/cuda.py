@@ -61,7 +61,7 @@ class Loop(NamedTuple):
 
 
 def macros(pages: Pages, query: Tensor, masked: bool) -> dict[str, int] | None:
-    """What ``paged.cu`` is compiled with to read these pages for such a query, by name; None if it cannot."""
+    """Compile-time constants of ``paged.cu`` for these pages and such a query, by name; None if it cannot read them."""
     if not _fits(pages, query):
         return None
     key, value, digits = pages.keys[0], pages.values[0], pages.keys[0].format.digits
@@ -204,7 +204,7 @@ def arguments(
     part_lse: Tensor,
     rows: int,
 ) -> tuple[Arguments, list[Tensor]]:
-    """What the kernel is given, and the tensors that it points to; ``query`` is turned and contiguous."""
+    """Arguments of the kernel, and the tensors that they point to; ``query`` is rotated and contiguous."""
 
     def tensors(of: Plane) -> list[Tensor]:
         return [x.contiguous() for x in (of.codes, of.scale, of.scale if of.zero is None else of.zero)]

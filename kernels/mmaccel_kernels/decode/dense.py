@@ -8,7 +8,7 @@ from .._triton import jit, tl
 
 @jit
 def visible(mask, mask_step, column, stored, row, queries, MASKED: tl.constexpr, SINGLE: tl.constexpr):
-    """Which keys the mask lets the queries see, ``[1 or BLOCK_M, N]``: without one, all that are ``stored [N]``."""
+    """Keys that the mask lets the queries see, ``[1 or BLOCK_M, N]``: without one, all that are ``stored [N]``."""
     if MASKED and SINGLE:
         return (tl.load(mask + column, mask=stored, other=0) != 0)[None, :]
     elif MASKED:

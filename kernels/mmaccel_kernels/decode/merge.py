@@ -1,4 +1,4 @@
-"""What the programs that share a cache have found of every head, put together in one launch.
+"""Merge the partial results of the programs that share a cache, in one launch.
 
 Keys in full precision, with pages that are read among them, are shared out by one rule; pages with a loop of their own
 (:mod:`.paged`) by another. Each rule says which programs have finished a head, so that no sum depends on the order of arrival.
@@ -21,8 +21,8 @@ PARTS = 32
 
 
 class Share(NamedTuple):
-    """How keys are shared out by :func:`before` and :func:`share`: whether some are ragged, whether a tail has room, tokens of
-    a page (0: none), programs of a multiprocessor, tokens of a unit and of a tile, and all programs."""
+    """Division of keys over programs by :func:`before` and :func:`share`: whether some are ragged, whether a tail has room,
+    tokens of a page (0: none), programs of a multiprocessor, tokens of a unit and of a tile, and all programs."""
 
     ragged: bool
     roomy: bool
@@ -34,7 +34,7 @@ class Share(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What programs have left of every head that they came by: parts of attention, and their log-sum-exps to base 2.
+    """Partial results of programs for every head that they visited: parts of attention, and their log-sum-exps to base 2.
 
     bounds : where heads begin in flat storage, where in the table of pages, and how many keys of the tail there are; each None
         where that does not matter. capacity : keys that the tail has room for.
@@ -121,7 +121,7 @@ def before(lengths, h, RAGGED: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.conste
 
 @jit
 def share_of(units, programs, EACH: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr):
-    """How many of all units a program has: the same for each, up to a whole tile rather for one program of a multiprocessor
+    """Number of units of a program: the same for each, up to a whole tile rather for one program of a multiprocessor
     than a part of one for each."""
     few = tl.minimum(units // (programs // EACH), TILE // UNIT)
     return tl.maximum(tl.maximum(tl.cdiv(units, programs), few), 1)

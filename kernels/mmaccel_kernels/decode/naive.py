@@ -35,7 +35,7 @@ def decode_attention_definition(
     visible: Tensor | None = None,
     tail: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What :func:`.decode_attention` means, in plain torch; for any number of queries and any pages."""
+    """Definition of :func:`.decode_attention` in plain torch; for any number of queries and any pages."""
     b, hq, q, d = query.shape
     hkv, capacity = keys.shape[1:3]
     slot = torch.arange(capacity, device=query.device)

@@ -99,7 +99,7 @@ def _whole(of: Plane, share: int, tile: int) -> bool:
 def leave_pages(
     query: Tensor, pages: Pages, scale: float, mask: Mask | None, programs: int, dv: int, found: cuda.Loop | None
 ) -> LeftOfPages:
-    """What the loop finds of ``pages``, in one launch; the rest of a cache is :func:`.merge.merged` with it.
+    """Attention over ``pages``, in one launch; the rest of a cache is :func:`.merge.merged` with it.
 
     Parameters
     ----------

@@ -167,7 +167,7 @@ def readable(pages: Pages | None, query: Tensor, dv: int) -> bool:
 
 
 class Launch(NamedTuple):
-    """How the first kernel is launched: depends on the model and the device, never on a length."""
+    """Launch settings of the first kernel: they depend on the model and the device, never on a length."""
 
     block_m: int
     constants: dict[str, int]

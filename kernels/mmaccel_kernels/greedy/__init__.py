@@ -1,4 +1,4 @@
-"""What the greedy selections of tokens share: max-min (:mod:`..maxmin`) and determinantal (:mod:`..dpp`)."""
+"""Parts that the greedy selections of tokens share: max-min (:mod:`..maxmin`) and determinantal (:mod:`..dpp`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def has_room(x: Tensor) -> bool:
 
 
 def largest(count: Tensor, most: int | None) -> int:
-    """How many picks the row with most gets."""
+    """Number of picks of the row with most."""
     return int(count.max()) if most is None else most
 
 

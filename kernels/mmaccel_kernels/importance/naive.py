@@ -13,7 +13,7 @@ CACHED, BLOCK, ROWS = 1 << 18, 1 << 22, 16
 
 @dataclass(frozen=True)
 class Importance:
-    """What one pass over the attention of some queries finds.
+    """Result of one pass over the attention of some queries.
 
     sums : ``[B, Hq, K]`` float32, see :func:`.importance`.
     read : ``[B, Hq, q, Dv]`` like the values, the attention's output, zero for a query that sees no key; None without values.

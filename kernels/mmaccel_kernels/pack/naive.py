@@ -32,7 +32,7 @@ def quantise_definition(
     meta_dtype: torch.dtype,
     shared: Shared | None = None,
 ) -> Plane:
-    """What :func:`.quantise` means, in plain torch."""
+    """Definition of :func:`.quantise` in plain torch."""
     token = torch.arange(page, device=x.device)
     there = token < count[:, None]
     rows = x[torch.where(there, start[:, None] + token, 0)].float()

@@ -48,7 +48,7 @@ def quantise_kernel(
 
 
 def constants(format: Format, page: int, tile: int, width: int, shared: bool) -> dict[str, Any]:
-    """What the kernel is compiled for."""
+    """Compile-time constants of the kernel."""
     per_channel = format.axis == "channel"
     channels = min(_CHANNELS, triton.next_power_of_2(width)) if per_channel else format.group
     return {

@@ -1,4 +1,4 @@
-"""How numbers become codes: what is said of them in :mod:`mmaccel_kernels.pages`, as a type."""
+"""Formats of codes, described in :mod:`mmaccel_kernels.pages`, as a type."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FP8_MAX = 448.0
 
 @dataclass(frozen=True)
 class Format:
-    """How numbers become codes.
+    """A format of codes.
 
     Parameters
     ----------

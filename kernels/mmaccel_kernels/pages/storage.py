@@ -100,7 +100,7 @@ class Pages:
 
     @property
     def listing(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What says which tokens are where: ``count``, ``meta``, ``table`` and ``cu_pages``."""
+        """Tensors that locate tokens in pages: ``count``, ``meta``, ``table`` and ``cu_pages``."""
         return self.count, self.meta, self.table, self.cu_pages
 
     def listed(self, count: Tensor, meta: Tensor, table: Tensor, cu_pages: Tensor) -> Pages:
@@ -338,8 +338,8 @@ class Pages:
         return made, found
 
     def sparse(self, live: Tensor, token: int) -> Tensor:
-        """Which of the ``live [B Hkv, L]`` places belong to scales that serve so few that they would take less memory in full
-        precision, ``token`` bytes each."""
+        """Mask of the ``live [B Hkv, L]`` places that belong to scales that serve so few that full precision would take less
+        memory, ``token`` bytes each."""
         group = self.page if self.pooled else self.unit
         size = sum(plane.codes[:1].nbytes for plane in (*self.keys, *self.values))
         if not self.pooled:

@@ -13,7 +13,7 @@ from .storage import Plane
 
 
 def plane(of: Plane, dtype: torch.dtype) -> tuple[str, int, bool, int, float, bool, int, int, int, bool]:
-    """What the kernel must know of a plane: code, digits, whether channels share scales, group, centre, whether there are zero
+    """Compile-time constants of a plane: code, digits, whether channels share scales, group, centre, whether there are zero
     points, width, padded width, what a code becomes more by when it becomes a number of ``dtype``, and whether channels
     are interleaved."""
     form, width = of.format, of.codes.shape[2]

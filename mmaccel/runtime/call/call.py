@@ -87,13 +87,13 @@ class TextState:
 
 @dataclass
 class ExpectedTokens:
-    """How many tokens ``generate`` makes at most, None where it was not told; and the tokens that the cache has seen then."""
+    """Limit of new tokens of ``generate`` (None where it has none), and the tokens that the cache has seen at that limit."""
 
     new: int | None = None
     until: int | None = None
 
     def after(self, seen: int) -> int | None:
-        """How many tokens may follow when the cache has ``seen`` those of this forward; None where that is not known."""
+        """Number of tokens that may follow when the cache has ``seen`` those of this forward; None if unknown."""
         if self.new is None:
             return None
         if self.until is None:

@@ -23,7 +23,7 @@ class Subsequence:
         self._rotary: list[tuple[Tensor, tuple[Tensor, ...]]] = []
 
     def bounds(self, given: Tensor) -> Tensor:
-        """Where frames or windows begin, ``[n + 1]``, among the tokens that are left; empty ones are gone."""
+        """Bounds of frames or windows ``[n + 1]`` among the tokens that are left; empty ones are gone."""
         for known, made in self._bounds:
             if known is given:
                 return made
@@ -32,7 +32,7 @@ class Subsequence:
         return made
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a layer's arguments that follow the tokens; a tower without boundaries has a mask, which its attention
+        """The arguments of a layer that follow the tokens; a tower without boundaries has a mask, which its attention
         is not given."""
         made = {"position_embeddings": self.rotary(given["position_embeddings"])}
         return {**made, "cu_seqlens": self.bounds(given["cu_seqlens"])} if "cu_seqlens" in given else made
@@ -48,7 +48,7 @@ class Subsequence:
 
 
 class CompactTokens(ABC):
-    """What became of the ``S0`` tokens of a run, CLS tokens included, counted in one flat sequence, tile after tile.
+    """The tokens that are left of the ``S0`` of a run, CLS tokens included, counted in one flat sequence, tile after tile.
 
     owner : ``[S0]`` long, the remaining token that each original token is part of, or is predicted from.
     place : ``[S]`` long, the original token in whose place each remaining one stands; ascending.

@@ -23,7 +23,7 @@ from .plan import ModelPlan
 
 @dataclass(frozen=True)
 class StageResult:
-    """What is left of a prompt with pictures behind one stage of the recipe.
+    """The tokens that are left of a prompt behind one stage of the recipe.
 
     stage : which stage of the recipe.
     layer : the decoder layer at whose input it works; 0 before the language model.
@@ -120,7 +120,7 @@ class Forward:
         return self.incoming.phase(layer)
 
     def index(self, layer: int) -> KeyIndex:
-        """Where the keys that a layer of the cache attends to came from."""
+        """Index of the keys that a layer of the cache attends to."""
         if self.state is None:
             phase = self.phase(layer)
             return phase.shared_index(self.seen + self.length, phase.places.device)
@@ -161,7 +161,7 @@ class Prompt(Forward):
 
     @property
     def layout(self) -> Layout:
-        """Where its pictures are."""
+        """Layout of its pictures."""
         return self.result.layout
 
     @property
@@ -246,7 +246,7 @@ class Prompt(Forward):
         return out
 
     def entered(self, units: Units) -> Tensor:
-        """How many tokens of each unit entered the language model, ``[N]`` long on the CPU."""
+        """Number of tokens of each unit that entered the language model, ``[N]`` long on the CPU."""
         chosen = chosen_of(self.incoming.phases[0][1])
         there = torch.zeros(self.total.kept.shape, dtype=torch.bool)
         rows, slots = (chosen >= 0).nonzero(as_tuple=True)
@@ -255,7 +255,7 @@ class Prompt(Forward):
 
 
 def chosen_of(phase: Phase) -> Tensor:
-    """Which places of a prompt a phase holds, ``[B, q]`` long on the CPU."""
+    """Places of a prompt that a phase holds, ``[B, q]`` long on the CPU."""
     if phase.chosen is None:
         raise RuntimeError("the phase of a prompt knows which of its tokens are left")
     return phase.chosen

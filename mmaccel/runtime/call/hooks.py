@@ -24,7 +24,7 @@ MakeRuns = Callable[[Call[ModelPlan], Forward], Iterable[Run]]
 
 
 def in_training(model: nn.Module) -> str:
-    """Why a call is refused of a model in training mode, in which some loaders hand it over."""
+    """Message that refuses a model in training mode, in which some loaders return it."""
     return f"{type(model).__name__} is in training mode, and mmaccel accelerates inference; call model.eval() first."
 
 

@@ -1,4 +1,4 @@
-"""What mmaccel does with one model in every call: made once, when the model is accelerated, and never changed."""
+"""The plan of a recipe on one model: made once, when the model is accelerated, and never changed."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class ModelPlan(Plan):
 
     @property
     def caution(self) -> str | None:
-        """What to fear of the recipe's budgets on this model, in a sentence."""
+        """Warning about the recipe's budgets on this model, in a sentence; None without one."""
         return next(iter(cautions(self.family, self.stages)), None)
 
     @property
@@ -185,7 +185,7 @@ _SELF_DRAFTS = ("use_mtp", "assistant_early_exit", "speculation_type")
 
 
 def first_set(name: str, *configs: Any) -> Any:
-    """What the first of some generation configs says that says something."""
+    """The value of the first generation config that sets ``name``; None if none does."""
     values = (getattr(config, name, None) for config in configs)
     return next((value for value in values if value is not None), None)
 

@@ -31,7 +31,7 @@ R = TypeVar("R", bound="Run")
 
 @dataclass
 class TextInputs:
-    """What the text model is about to be given.
+    """The inputs of the text model before it runs.
 
     arguments : those of the call, which runs change. valid : ``[B, q]`` bool on the CPU, which new tokens are no padding; None
         if all are tokens.

@@ -52,4 +52,4 @@ class TapReader(Protocol):
     def signals(
         self, wanted: Sequence[Tap], outputs: Mapping[Modality, VisionOutput], units: Units
     ) -> dict[str, Tensor]:
-        """What one method asked for, per unit: ``[N, layers, n, ...]`` float32; NaN without a source."""
+        """The taps of one method per unit, ``[N, layers, n, ...]`` float32; NaN without a source."""

@@ -27,7 +27,7 @@ def recordable(model: nn.Module) -> bool:
 
 
 def record(step: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """What ``step`` does on ``device``, recorded and not done; returns what does it, and the output that this writes anew.
+    """Record ``step`` on ``device`` without running it; returns its replay, and the output that a replay overwrites.
 
     Raises
     ------

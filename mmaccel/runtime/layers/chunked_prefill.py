@@ -38,7 +38,7 @@ class _Row:
 
     @staticmethod
     def of(prompt: Prompt, row: int, places: Tensor, axes: Tensor) -> _Row:
-        """Of the tokens at ``places [n]`` of a row, which stand at ``axes [a, n]``."""
+        """The row of the tokens at ``places [n]``, whose positions are ``axes [a, n]``."""
         at, origin = prompt.layout.visual[row, places].nonzero()[:, 0], axes.clone()
         for segment in prompt.layout.segments if len(axes) > 1 else ():
             mine = torch.isin(places, segment.places)
@@ -53,11 +53,11 @@ class _Row:
         return self.axes[:, self.begin : self.end]
 
     def span(self, levels: int) -> Span:
-        """How the middle is cut for a tree of so many levels."""
+        """Cut of the middle for a tree with this number of levels."""
         return Span(self.begin, self.end, max(1, -(-(self.end - self.begin) // 2**levels)))
 
     def levels(self, method: ChunkMethod, kept: int, depth: int, limit: int | None) -> int:
-        """How many levels join, of a tree in which ``kept`` visual tokens are left, in a model of ``depth`` layers with
+        """Number of levels that join, of a tree in which ``kept`` visual tokens are left, in a model of ``depth`` layers with
         ``limit`` positions."""
         if not self.visual:
             return 0
@@ -69,7 +69,7 @@ class _Row:
         return min(levels, highest)
 
     def moves(self, span: Span) -> Tensor:
-        """By how many positions tokens of the middle come forward, ``[a, m]``.
+        """Positions by which tokens of the middle move forward, ``[a, m]``.
 
         Every chunk begins at the time at which the middle did, and all in it is moved as much; but rows and columns of a
         picture or frame only so far as to where those of the middle begin.
@@ -83,7 +83,7 @@ class _Row:
         return float((self.middle - moves).max() + 1 - self.middle.min())
 
     def settled(self, span: Span) -> tuple[Tensor, float, float]:
-        """By how many positions all tokens come forward, ``[a, n]``, those behind the middle among them, and how many positions
+        """Positions by which all tokens move forward, ``[a, n]``, those behind the middle among them, and how many positions
         fewer the middle reaches over.
 
         What is behind comes so far forward as the middle is shorter; where frames of a slow clip stood later than the question,

@@ -112,7 +112,7 @@ def read(call: Call[Any], method: DraftMethod, draft: Family, batch: int, length
 def write(
     call: Call[Any], method: Drafted, draft: Family, batch: int, length: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """What the draft writes behind the last ``length`` tokens of the prompt that the call was given, ``[B, n]`` long with ``n``
+    """Text that the draft writes behind the last ``length`` tokens of the call's prompt, ``[B, n]`` long with ``n``
     at most the method's ``lookahead``, and which of it comes before the end of the answer, ``[B, n]`` bool; both on ``device``.
     For ``batch`` and what is raised see :func:`read`."""
     told, _ = _shown(call, draft, length)

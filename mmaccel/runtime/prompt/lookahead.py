@@ -90,7 +90,7 @@ def first_pass(
     planes: list[Tensor],
     positions: Tensor,
 ) -> dict[str, Tensor]:
-    """What ``method`` makes of the attention of its layer in a pass of its own, by place ``[B, S]``.
+    """Figures that ``method`` makes of the attention of its layer in a pass of its own, by place ``[B, S]``.
 
     embeds ``[B, S, D]`` and DeepStack's ``planes``, at all places; positions ``[..., B, S]``.
     """
@@ -131,7 +131,7 @@ class _Passing(DynamicLayer):
         self.seen = seen
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Those that were given."""
+        """Return the new keys and values alone."""
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -146,7 +146,7 @@ class _Passing(DynamicLayer):
 def text_behind(
     call: Call[ModelPlan], prompt: Prompt, stage: PlannedStage[DraftPolicy], positions: Tensor | None
 ) -> TextBehind:
-    """What the layers of the language model make of the text that the draft of ``stage`` writes behind a prompt, whose keys the
+    """Queries, keys and values of the text that the draft of ``stage`` writes behind a prompt, whose keys the
     cache holds; nothing of it is stored. ``positions`` are those that the text model was given."""
     state, family, device = prompt.state, prompt.plan.family, prompt.device
     assert state is not None and state.offset is not None

@@ -63,7 +63,7 @@ def _weights(prompt: Prompt, embeds: Tensor, planes: list[Tensor], clips: bool) 
 
 
 def represented_tokens(x: Tensor, valid: Tensor, kept: Tensor, width: int) -> Tensor:
-    """How many tokens every one that is ``kept [N, n]`` represents, ``[N, n]`` float32: itself, and those of the ``valid
+    """Number of tokens that each token of ``kept [N, n]`` represents, ``[N, n]`` float32: itself, and those of the ``valid
     [N, n]`` that are not kept and more like it (cosine of ``x [N, n, D]``) than any other that is, the first on a tie.
 
     width : the most that are kept of a row.

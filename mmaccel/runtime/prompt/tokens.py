@@ -143,7 +143,7 @@ class TokenReducer:
 
 
 def budget(prompt: Prompt, stage: PlannedStage[TokenMethod], whole: Units, present: Tensor) -> Tensor:
-    """How many tokens of each unit stay, ``[N]`` long on the CPU, of those ``present [N]``."""
+    """Number of tokens of each unit that stay, ``[N]`` long on the CPU, of those ``present [N]``."""
     recipe, method = prompt.plan.recipe, stage.method
     official = method.official_count if method.official else None
     least = recipe.retain if recipe.primary is not None and stage.number < recipe.primary else None
@@ -159,7 +159,7 @@ def budget(prompt: Prompt, stage: PlannedStage[TokenMethod], whole: Units, prese
 def gathered(
     units: Units, hidden: Tensor, rows: Tensor, at: Tensor, *others: Tensor
 ) -> tuple[dict[str, Any], Tensor, Tensor, list[Tensor]]:
-    """What a :class:`~mmaccel.method.TokenBatch` has of ``units`` in rows ``rows [N]`` of ``hidden [B, q, D]`` at slots
+    """Fields of a :class:`~mmaccel.method.TokenBatch` of ``units`` in rows ``rows [N]`` of ``hidden [B, q, D]`` at slots
     ``at [N, n]``, on the device of ``hidden``; and there also rows, slots and ``others``."""
     rows, at, real, cells, grid, segment, tile, tiles, *others = to_device_packed(  # type: ignore[assignment]
         hidden.device,
@@ -242,7 +242,7 @@ def _normed(prompt: Prompt, hidden: Tensor) -> Tensor:
 
 
 def checked(method: TokenMethod, made: Any, valid: Tensor, count: Tensor, width: int) -> Reduction:
-    """What a method made of tokens of ``width`` channels, on the CPU, if it is a reduction of these that meets the budget."""
+    """Check that a method returned a reduction of tokens of ``width`` channels that meets the budget; on the CPU."""
     made = check_reduction(method, made, valid, width)
     if made.residual is not None and method.site != "projector":
         raise MmaccelError(

@@ -1,7 +1,7 @@
 """Merging inside a vision tower, between attention and MLP, where the papers merge.
 
-The keys that a layer's attention holds decide what is merged behind it; merged tokens weigh as many patches as they stand
-for in later attention. Behind the layer whose output is read, the full grid is handed back (each place holds its merged
+The keys that a layer's attention holds decide what is merged behind it; merged tokens weigh as many patches as they
+represent in later attention. Behind the layer whose output is read, the full grid is handed back (each place holds its merged
 token), so that projectors, poolers, newline packers and pixel shuffles that expect a grid go on working; in front of a
 language model one token of each group is kept then.
 

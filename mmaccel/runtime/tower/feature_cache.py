@@ -18,7 +18,7 @@ from ..call.call import current
 
 @dataclass
 class Remembered:
-    """What the vision towers made of the pixels of one batch: features by modality, and every tap that was asked for so far.
+    """Outputs of the vision towers for the pixels of one batch: features by modality, and every tap that was asked for.
 
     A recipe that asks for a tap that none before it did makes the towers run once more, and so do other pixels, whose features
     then take the place of those that were kept: what is answered from here is told by its content. Recipes that work inside

@@ -173,7 +173,7 @@ def reuse_layer(
     hidden: Tensor,
     kwargs: dict[str, Any],
 ) -> tuple[int, Any]:
-    """How many tokens a layer computes of ``hidden [tiles, T, C]`` or ``[S, C]``, and what it makes of all of them."""
+    """Number of tokens that a layer computes of ``hidden [tiles, T, C]`` or ``[S, C]``, and its output for all of them."""
     flat = hidden.flatten(0, -2)
     first, given = flat[frames.whole.place], dict(kwargs)
     rotary: Any = kwargs.get("position_embeddings")

@@ -65,7 +65,7 @@ class Pruned(CompactTokens):
         return hidden[..., self.place, :] if self.packed else hidden.flatten(0, 1)[self._slots]
 
     def give(self, hidden: Tensor) -> Tensor:
-        """What :meth:`take` made back on the full grid."""
+        """Undo :meth:`take`: back on the full grid."""
         if self.packed:
             return hidden[..., self.owner, :]
         return hidden.flatten(0, 1)[self._at[self.owner]].view(self.tiles, -1, hidden.shape[-1])

@@ -1,4 +1,4 @@
-"""Which frames of a run of a vision tower are computed whole, and which take parts of them."""
+"""Frames of a vision tower that are computed whole, and frames that reuse parts of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Frames:
 
     @staticmethod
     def of(method: ReuseMethod, clips: Sequence[Sequence[int]], device: torch.device) -> Frames | None:
-        """Of ``clips``, the tokens of every frame of each; None if all frames are computed whole."""
+        """The frames of ``clips``, given the tokens of every frame of each; None if all frames are computed whole."""
         whole: list[Tensor] = []
         others: dict[int, list[tuple[Tensor, Tensor]]] = {}
         start = kept = 0

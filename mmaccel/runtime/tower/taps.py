@@ -1,4 +1,4 @@
-"""Taps: what methods ask to see of the vision tower, read off the queries and keys its attention already holds."""
+"""Taps: attention and features of the vision tower, read off the queries and keys that its attention holds anyway."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Taps:
     def signals(
         self, wanted: Sequence[Tap], encoded: Mapping[Modality, VisionOutput], units: Units
     ) -> dict[str, Tensor]:
-        """What one method asked for, per unit: ``[N, layers, n, ...]`` float32; NaN without a source."""
+        """The taps of one method per unit, ``[N, layers, n, ...]`` float32; NaN without a source."""
         out: dict[str, Tensor] = {}
         for tap in wanted:
             stack = []

@@ -1,4 +1,4 @@
-"""What merging in the towers leaves for the language model, whose budget is one of its own tokens.
+"""Groups of merged tokens, as the towers hand them to the language model, whose budget counts its own tokens.
 
 The budget is met exactly, per picture or clip. A tower knows tiles and frames only: it merges each down to the same ratio.
 Cropped padding, newlines and blends of patches make of that some tokens more or fewer than the budget.
@@ -72,7 +72,7 @@ def settle(
 
 
 def targets(towers: Towers, layout: Layout, encoded: Mapping[Modality, VisionOutput]) -> Tensor:
-    """What became of the places in the towers, ``[B, S]`` long on the CPU: where each token flows, -1 if dropped.
+    """Target of every place in the towers, ``[B, S]`` long on the CPU: the place it merged into, -1 if dropped.
 
     A group stays at the place its merged token has in the tower, or at its first place if that one was cropped. Where a
     token is a blend of patches that do not merge as one (pooled clips), it stays if any of them represents its group.
