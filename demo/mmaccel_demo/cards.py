@@ -62,7 +62,7 @@ def choices(found: Sequence[Recipe]) -> list[tuple[str, str]]:
 
 
 def about(recipe: Recipe) -> str:
-    """Where a recipe works, what it does, and the paper."""
+    """Sites of a recipe, its summary, and the paper."""
     stages = " → ".join(dict.fromkeys(f"{get_method(s.method).site}: {s.method}" for s in recipe.stages))
     papers = [recipe.paper] if recipe.paper else [get_method(stage.method).paper for stage in recipe.stages]
     paper = ", ".join(_paper(one) for one in dict.fromkeys(papers) if one) or "no paper: a baseline, or ours"
@@ -107,7 +107,7 @@ def _column(column: Column, stopping: bool) -> str:
 
 
 def state(column: Column, stopping: bool) -> str:
-    """What an answer is at, in words; nothing of one that is complete."""
+    """Progress of an answer in words; empty once it is complete."""
     return "stops at its next token ..." if stopping and column.state == "runs" else _STATES.get(column.state, "")
 
 
@@ -132,7 +132,7 @@ def _columns(heads: list[str], rows: Sequence[tuple[Any, ...]]) -> Table:
 
 
 def figures(exchange: Exchange) -> Table:
-    """What both answers took, a row a figure."""
+    """Time and memory of both answers, a row a figure."""
     full, fast = exchange.full.answer, exchange.fast[0].answer
     assert full is not None and fast is not None
     rows = []
@@ -157,7 +157,7 @@ LEFT, HELD = "visual tokens left", "visual keys a head"
 
 
 def costs(exchange: Exchange) -> Table:
-    """What the accelerated answer took, in per cent of the full one."""
+    """Cost of the accelerated answer in per cent of the full one."""
     full, fast = exchange.full.answer, exchange.fast[0].answer
     assert full is not None and fast is not None
     pairs = {

@@ -67,7 +67,7 @@ class Exchange:
         return all(one.state == "done" for one in (self.full, *self.fast))
 
     def note(self) -> str:
-        """What the figures do not show, in words."""
+        """Notes on what the figures do not show."""
         notes = [note for one in self.fast if one.answer is not None for note in one.answer.stats["notes"]]
         if self.done:
             notes.append("times are of one run each, after a warm-up" if self.timed else _UNTIMED)
@@ -137,7 +137,7 @@ class Engine(ModelSlot):
         return getattr(self.processor, "video_processor", None) is not None
 
     def possible(self, chosen: Sequence[Recipe]) -> list[Recipe]:
-        """Those of the recipes that this model can honour."""
+        """Recipes that this model can run."""
         found = []
         for one in chosen:
             try:
@@ -274,7 +274,7 @@ def _title(recipe: Recipe) -> str:
 
 @dataclass
 class Loading:
-    """How far a model is. ``share`` is None while that cannot be told."""
+    """Progress of loading a model. ``share`` is None while it is unknown."""
 
     name: str
     since: float = field(default_factory=time.monotonic)
@@ -358,7 +358,7 @@ class House:
         return Engine(model, processor, short, self.seconds, self.several, timed=self.options.model is not None)
 
     def sentence(self) -> str:
-        """What is loaded, or how far loading is, or why there is nothing."""
+        """State of loading: the model, the progress, or the reason why there is none."""
         if not self.ready:
             return self.loading.sentence() if self.loading else "The model is being loaded."
         words = []

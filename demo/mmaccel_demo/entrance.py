@@ -1,4 +1,4 @@
-"""Who is let in: requests that ask for the demo by its own address or name, and uploads that there is room for."""
+"""Admission: requests that ask for the demo by its own address or name, and uploads that there is room for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a visitor may send. Whatever is refused is refused in one sentence, before it is read."""
+"""Limits of what a visitor may send. Whatever is refused is refused in one sentence, before it is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of every visual token, drawn over the picture or the frames it came from.
+"""Overlays: the fate of every visual token, drawn over the picture or the frames that it came from.
 
 A :class:`View` holds plain data on the CPU; :func:`draw` makes HTML of it: the drawing of :mod:`.media.draw` below, and above
 it an SVG with one rectangle a token, whose title says which token it is, where it stands, and what it was worth. Drawings stay
@@ -258,7 +258,7 @@ def pair(view: View | None, number: int) -> tuple[PILImage, PILImage] | None:
 
 
 def sheet(views: dict[str, View]) -> list[tuple[PILImage, str]]:
-    """What is left at the last step of several views, under its title."""
+    """Tokens that are left at the last step of several views, under its title."""
     found = []
     for title, view in views.items():
         panel = next((one for one in reversed(view.panels) if one.picture is not None), view.panels[0])
@@ -351,7 +351,7 @@ class _Tokens:
         return "".join(drawn)
 
     def about(self, place: int) -> tuple[str, str]:
-        """What became of the token at a place: ``kept``, ``group`` (kept, with others in it), ``merged`` or ``dropped``; and
+        """State of the token at a place: ``kept``, ``group`` (kept, with others in it), ``merged`` or ``dropped``; and
         the same in words, with its figures."""
         owner = self.owner[place]
         stands = self.mass[place]

@@ -1,4 +1,4 @@
-"""What belongs to one visitor and is forgotten when he leaves: the answer that runs, the drawings, the stream he follows."""
+"""State of one visitor, forgotten when the visitor leaves: the answer that runs, the drawings, the stream he follows."""
 
 from __future__ import annotations
 

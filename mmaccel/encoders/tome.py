@@ -95,7 +95,7 @@ class ToMe(EncoderMethod):
         return 1 if self.coarse else super().fewest(tokens, layers)
 
     def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:
-        """How many to remove in each layer, ``tokens - kept`` in all; ``tokens`` without the protected ones.
+        """Number of tokens to remove in each layer, ``tokens - kept`` in all; ``tokens`` without the protected ones.
 
         A layer removes at most half of its tokens. Where that is less than its share, the layers before it remove more.
         """

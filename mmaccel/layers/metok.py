@@ -80,8 +80,8 @@ class METokPrune(LayerMethod):
         return Reduction(top_in_groups(tokens.signals["text_mean"], number, wanted), valid)
 
     def shared(self, count: int, *each: int) -> list[int]:
-        """How many of ``count`` tokens each event keeps; ``each`` are the sizes of all events, how many of these tokens are of
-        key events, and how many of others."""
+        """Number of ``count`` tokens that each event keeps; ``each`` are the sizes of all events, how many of these tokens are
+        of key events, and how many of others."""
         n = len(each) // 3
         main, rest = each[n : 2 * n], each[2 * n :]
         return apportion(count, list(each[:n]), [a + self.others * b for a, b in zip(main, rest, strict=True)])

@@ -151,7 +151,7 @@ class SparseVLM(LayerMethod):
         return Reduction(stays, valid, merged)
 
     def shared(self, count: int, size: int) -> tuple[int, int, int]:
-        """How many of ``size`` tokens stay, how many are recycled, and into how many clusters, for a ``count`` of both."""
+        """Numbers of ``size`` tokens that stay, that are recycled, and of their clusters, for a ``count`` of both."""
         if self.recycle == 0 or count >= size:
             return count, 0, 0
         for kept in range(count, 0, -1):

@@ -187,7 +187,7 @@ class Level(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """What cell every place is in: its mean ``x [F, H, W, D]``, its first place in the frame and the weight of the place in it,
+    """Cell of every place: its mean ``x [F, H, W, D]``, its first place in the frame and the weight of the place in it,
     ``[F, H, W]``."""
 
     x: Tensor
@@ -196,7 +196,7 @@ class Cells(NamedTuple):
 
     @staticmethod
     def none(x: Tensor) -> Cells:
-        """Of no place yet."""
+        """A state without any place."""
         shape = x.shape[:3]
         return Cells(torch.zeros_like(x), torch.zeros(shape, dtype=torch.long, device=x.device), x.new_ones(shape))
 

@@ -67,7 +67,7 @@ class AimMerge(ProjectorMethod):
 
 
 def halvings(size: int, keep: int) -> list[int]:
-    """How many tokens each round removes to get from ``size`` to ``keep``."""
+    """Number of tokens that each round removes to get from ``size`` to ``keep``."""
     out = []
     while size > keep:
         out.append(min(size - keep, size // 2))

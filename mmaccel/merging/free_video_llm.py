@@ -110,7 +110,7 @@ class FreeVideoLlm(ProjectorMethod):
         return Reduction(kept, valid, Links(*links).sorted(valid.shape[1]))
 
     def links(self, film: Film, count: int) -> Flat:
-        """What the tokens of one unit flow into."""
+        """Targets that the tokens of one unit flow into."""
         spent, shown = 0, torch.full_like(film.frame, -1)
         for t in self.detailed(film):
             pair = torch.where(film.frame == t, self.region(film, t), -1)
@@ -183,7 +183,7 @@ class Film:
 
     @staticmethod
     def of(tokens: TokenBatch, row: int, slots: Tensor, frame: Tensor, clip: object) -> Film:
-        """Of the ``slots [n]`` of a unit, which are of ``frame [n]``; with ``clip`` the space is that of its text tower."""
+        """The ``slots [n]`` of a unit that belong to ``frame [n]``; with ``clip`` the space is that of its text tower."""
         cells, sizes = tokens.cells[row, slots, 1:], torch.bincount(frame)
         by, blank = frame[:, None].expand_as(cells), cells.new_zeros(len(sizes), 2)
         corner = blank.scatter_reduce(0, by, cells, "amin", include_self=False)

@@ -56,7 +56,7 @@ class LongVlm(ProjectorMethod):
             raise MmaccelError(f"longvlm needs frames and heads of 1 or more, not {self.frames} and {self.heads}.")
 
     def rounds(self, size: int, keep: int) -> list[int]:
-        """How many tokens of a segment each round removes."""
+        """Number of tokens of a segment that each round removes."""
         return halvings(size, keep)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:

@@ -30,7 +30,7 @@ class QGVTC(ProjectorMethod):
 
     In every step the tokens with the highest mean cosine ``s`` to the words of the question stay. Each of the others flows
     into the one of these that it is most alike to, and what flows together is averaged with weights ``exp(s /
-    temperature)``. Three steps divide the number of tokens by the same factor each, and what is alike is asked of what the
+    temperature)``. Three steps divide the number of tokens by the same factor each, and similarity is measured among what the
     steps before have merged. Without a question all tokens are equally relevant.
 
     Cosines are those of patches and question in the space of a CLIP model with ``clip``; without it those of the tokens and

@@ -81,7 +81,7 @@ class TempMe(ProjectorMethod):
         return torch.ones(tokens.valid.shape, device=tokens.valid.device)
 
     def keeps(self, lengths: list[int], left: float) -> list[int]:
-        """How many tokens each clip of ``lengths`` keeps in a step that leaves the share ``left``."""
+        """Number of tokens that each clip of ``lengths`` keeps in a step that leaves the share ``left``."""
         # rounded first, so that every machine rounds up alike
         return [ceil(round(length * left, 6)) for length in lengths]
 

@@ -1,4 +1,4 @@
-"""What several selectors share: newline tokens are dropped first, and neighbours are found by their cells."""
+"""Parts of several selectors: newline tokens are dropped first, and neighbours are found by their cells."""
 
 from __future__ import annotations
 

@@ -31,5 +31,5 @@ class Balanced(ProjectorMethod):
         return chosen.reduce(tokens, count)
 
     def remark(self, tokens: TokenBatch) -> str:
-        """Which method chose, and why."""
+        """Note of the method that chose, and the reason."""
         return f"{self.name}: spacetime, as it keeps most answers"

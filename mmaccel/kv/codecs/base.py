@@ -1,4 +1,4 @@
-"""What a codec is: how keys and values are stored in few bits."""
+"""Codecs: keys and values stored in few bits."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Codec(Method):
         """Every format used for heads of this size: that of the keys first, that of the values last."""
 
     def salient(self, embeds: Tensor, visual: Tensor, text: Tensor) -> Tensor:
-        """Which visual tokens :meth:`for_salient` packs, ``[B, S]`` bool, from what enters the language model.
+        """Mask of the visual tokens that :meth:`for_salient` packs, ``[B, S]`` bool, from what enters the language model.
 
         Parameters
         ----------
@@ -118,7 +118,7 @@ class Codec(Method):
         return tile_for(self.formats(width), self.page, width, self.tile)
 
     def packable(self, lengths: Tensor) -> Tensor:
-        """How many of the oldest of ``lengths`` tokens can be packed now: whole pages, beyond the residual."""
+        """Number of the oldest of ``lengths`` tokens that can be packed now: whole pages, beyond the residual."""
         return (lengths - self.residual).clamp(min=0) // self.page * self.page
 
     def pack(
@@ -178,7 +178,7 @@ class Codec(Method):
         return (self.plane(values, cut, self.formats(values.shape[1])[-1]),)
 
     def meta(self, cut: Cut) -> Tensor:
-        """Which row of scales a page has; by default each has its own."""
+        """Row of scales of each page; by default each has its own."""
         return torch.arange(len(cut.count), device=cut.count.device)
 
     def plane(self, x: Tensor, cut: Cut, format: Format) -> Plane:

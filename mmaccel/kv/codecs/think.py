@@ -56,7 +56,7 @@ class ThinK(KIVI):
             raise MmaccelError(f"think: align={self.align} is no count of channels; give 1 or more.")
 
     def left(self, width: int) -> int:
-        """How many of the channels of a key stay."""
+        """Number of channels of a key that stay."""
         return min(width, -(-(width - int(width * self.prune)) // self.align) * self.align)
 
     def tile_of(self, width: int) -> int:

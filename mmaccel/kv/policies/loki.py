@@ -64,7 +64,7 @@ class Loki(ReadingPolicy):
         return components.flip(-1)[..., : self.rank(keys.shape[3])].contiguous()
 
     def rank(self, width: int) -> int:
-        """How many components are looked at where heads are ``width`` wide."""
+        """Number of components that are compared where heads are ``width`` wide."""
         return min(width, self.dims if isinstance(self.dims, int) else max(1, int(self.dims * width + 0.5)))
 
     def rate(self, step: ReadStep) -> Tensor:

@@ -33,7 +33,7 @@ class SnapKV(Policy):
     kernel : odd width of the pooling, which keeps neighbours of an important key. 5 as in the program.
     pooling : ``avg`` as in the program, ``max`` as in the paper.
     gqa : how the query heads of one key head are reduced, before pooling. ``mean`` as in kvpress; with ``avg`` pooling and
-        ``mean`` or ``sum`` the order of the two makes no difference.
+        ``mean`` or ``sum`` the order of the two does not matter.
 
     Paper and program: the paper describes max pooling (of width 7 in most of its runs), the program averages by
     default and counts zeros beyond both ends, so keys at the ends score lower; so does this. The program repeats the key

@@ -80,7 +80,7 @@ class SqueezedAttention(ReadingPolicy):
         return {"labels": labels.clamp(max=number - 1).int(), "centroids": centroids, "weights": sizes.log()}
 
     def number(self, keys: int) -> int:
-        """How many clusters there are of so many keys."""
+        """Number of clusters of a number of keys."""
         wanted = self.clusters if isinstance(self.clusters, int) else int(self.clusters * keys + 0.5)
         return min(max(1, wanted), keys)
 
@@ -133,7 +133,7 @@ class SqueezedAttention(ReadingPolicy):
     # --- a step ---------------------------------------------------------------------------------------------------
     @property
     def partial(self) -> bool:
-        """What is below the threshold is not read."""
+        """Leave out clusters below the threshold."""
         return True
 
     def wanted(self, count: Tensor, there: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class TokenSelect(ReadingPolicy):
         return votes
 
     def pick(self, step: ReadStep) -> tuple[Picked, dict[str, Tensor]]:
-        """What an earlier step chose, in rows whose query is like its query, else the best."""
+        """Choose the best keys; reuse the choice of an earlier step in rows whose query is like its query."""
         picked = best(self.rate(step), step)
         if not step.carried:
             query = torch.nn.functional.normalize(step.query.flatten(1).float())
