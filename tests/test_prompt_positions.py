@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import re
+import threading
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +14,16 @@ import pytest
 import torch
 import zoo
 from laws import oracle
+from PIL import Image
 
 import mmaccel
 from mmaccel import MmaccelError
+from mmaccel.accelerate.positions import check_positions, position_limit, prompt_positions
 from mmaccel.media.files import Prompt
 from mmaccel.programs.evaluate import Question, Row, evaluate
-from mmaccel.programs.positions import check_positions, position_limit
+from mmaccel.programs.serve.engine import Engine, Limits
+from mmaccel.programs.serve.schema import ChatRequest
+from mmaccel.programs.serve.sources import Sources
 
 
 def config(**values: Any) -> Any:
@@ -81,6 +90,72 @@ def test_positions_are_counted_as_the_model_counts_them(family: str, monkeypatch
     # what is left is numbered anew, or stands side by side
     check_positions(model, divprune.override(positions="paper"), feed, 6)
     check_positions(model, mmaccel.get_recipe("homer"), feed, 6)
+
+
+@pytest.mark.parametrize(("family", "case"), [("llava", "image"), ("qwen2_5_vl", "image"), ("qwen2_5_vl", "video")])
+def test_generate_warns_and_answers(family: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the bare model answers; a second turn on the cache is counted from its beginning."""
+    model, feed = oracle.subject(family), dict(zoo.inputs(family, case))
+    asked = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    needed = prompt_positions(model, feed)
+    text = model.config.get_text_config()
+    with mmaccel.accelerated(model, "divprune", retain=0.5):
+        monkeypatch.setattr(text, "max_position_embeddings", needed + 4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            fits = model.generate(**feed, **asked)
+        assert not any("positions in all" in note for note in model.mmaccel.stats().notes)
+        monkeypatch.setattr(text, "max_position_embeddings", needed + 3)
+        with pytest.warns(UserWarning, match=f"at {needed} positions, .* this model has {needed + 3} positions in all"):
+            made = model.generate(**feed, **asked)
+        assert any("positions in all" in note for note in model.mmaccel.stats().notes)
+        assert torch.equal(made.sequences, fits.sequences)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            # the bare model
+            model.generate(**feed, **asked, mmaccel=False)
+        if family == "llava":
+            ids = torch.cat([made.sequences, made.sequences[:, -3:]], dim=1)
+            with pytest.warns(UserWarning, match=f"has {ids.shape[1]} tokens at {ids.shape[1]} positions"):
+                model.generate(input_ids=ids, past_key_values=made.past_key_values, **asked)
+
+
+def test_serve_counts_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not tokens, of which a picture has more with M-RoPE; and a RoPE may be scaled."""
+    model, processor = zoo.model("qwen2_5_vl"), zoo.processor("qwen2_5_vl")
+    picture = {"type": "image_url", "image_url": {"url": data_url(zoo.image(112, 112, 0))}}
+    message = {"role": "user", "content": [picture, {"type": "text", "text": "what?"}]}
+
+    def ask(limit: int, rope: dict[str, Any] | None = None, **options: Any) -> Any:
+        text = model.config.get_text_config()
+        with monkeypatch.context() as patch:
+            patch.setattr(text, "max_position_embeddings", limit)
+            if rope:
+                patch.setattr(text, "rope_parameters", {**text.rope_parameters, **rope})
+            engine = Engine(model, processor, mmaccel.get_recipe("divprune"), Sources(), Limits())
+            request = ChatRequest.model_validate({"model": "m", "messages": [message], "temperature": 0, **options})
+            try:
+                return engine.answer(request, lambda piece: None, threading.Event())
+            finally:
+                model.mmaccel.remove()
+
+    tokens = ask(4096, max_tokens=1).prompt_tokens
+    with pytest.raises(MmaccelError, match=f"The prompt has {tokens} tokens at ") as error:
+        ask(30, max_tokens=1)
+    needed = int(re.search(r"at (\d+) positions", str(error.value))[1])
+    assert needed < tokens
+    assert ask(needed + 2, max_tokens=2).new_tokens <= 2
+    # what is not asked for is as long as fits
+    assert ask(needed + 2).new_tokens <= 2
+    with pytest.raises(MmaccelError, match=f"this model has {needed + 2} positions"):
+        ask(needed + 2, max_tokens=3)
+    assert ask(30, {"factor": 8.0}, max_tokens=3).new_tokens <= 3
+
+
+def data_url(picture: Image.Image) -> str:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def test_eval_names_the_question_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from ..core.figures import CallStats
 from ..core.layout import Layout
 from ..core.reduction import Reduction
 from ..core.stats import Stats
-from ..core.transformers_api import cache_in
+from ..core.transformers_api import cache_in, cache_names
 from ..core.transformers_api import check as check_transformers
 from ..errors import UnsupportedError
 from ..families import Family, family_of
@@ -38,6 +38,7 @@ from ..runtime.tower.frame_reuse import FrameReuse
 from ..runtime.tower.patch_pruning import PatchPruning
 from ..runtime.tower.taps import Taps
 from .handle import Handle, check_model, exchange
+from .positions import has_axes, too_long
 from .tuned import warn_of_another
 
 M = TypeVar("M", bound=nn.Module)
@@ -233,6 +234,7 @@ class Accelerator(Handle):
             if call.plan.drafts:
                 # what generate makes of them may be encoded already
                 call.inputs.given = given
+            self._warn_too_long(call, given)
             push(call)
             try:
                 made = original(*args, **kwargs)
@@ -243,6 +245,20 @@ class Accelerator(Handle):
                 self._finish(call)
 
         return generate
+
+    def _warn_too_long(self, call: Call[ModelPlan], given: Mapping[str, Any]) -> None:
+        """Warn of a prompt and an answer that need more positions than the model has, which the bare model answers, too."""
+        ids = given["input_ids"]
+        if not call.plan.active or not isinstance(ids, Tensor) or ids.dim() != 2:
+            return
+        if call.cache is not None and call.cache.get_seq_length() and has_axes(self._model):
+            # the positions of earlier pictures are not known here
+            return
+        inputs = {name: value for name, value in given.items() if name not in cache_names()}
+        sentence = too_long(self._model, call.plan.recipe, inputs, call.expected.new or 1)
+        if sentence is not None:
+            call.stats.notes.append(sentence)
+            warnings.warn(sentence, stacklevel=3)
 
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A direct forward opens a call of its own; inside ``generate`` there is one already."""

@@ -192,8 +192,8 @@ def answer(
     import torch
 
     from ..accelerate import accelerated
+    from ..accelerate.positions import check_positions
     from ..programs.model_lock import TokenTimer
-    from ..programs.positions import check_positions
     from ..recipe import get_recipe
 
     inputs = inputs.to(model.device, model.dtype)

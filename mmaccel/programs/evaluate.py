@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from ..accelerate import accelerated
+from ..accelerate.positions import check_positions
 from ..accelerate.tuned import fingerprint as fingerprint
 from ..core.budget import budget_text
 from ..errors import MmaccelError
@@ -37,7 +38,6 @@ from ..media.prepare import prepare
 from ..method.model_options import KeepLoaded
 from ..recipe import Recipe, get_recipe
 from ..suite import Item, Sample, is_right, make_suite
-from .positions import check_positions
 
 
 @dataclass(frozen=True)

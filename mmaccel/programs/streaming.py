@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..accelerate import Accelerator, accelerated
+from ..accelerate.positions import position_limit
 from ..core.transformers_api import DynamicCache, cache_argument
 from ..errors import MmaccelError, UnsupportedError
 from ..families import family_of
@@ -23,7 +24,6 @@ from ..method import Policy
 from ..recipe import Recipe, get_recipe
 from ..video.clip import as_frames, as_rate
 from .model_lock import model_lock
-from .positions import position_limit
 
 #: inputs that have an entry for every token of the prompt
 _PER_TOKEN = ("input_ids", "mm_token_type_ids")

@@ -13,8 +13,8 @@ from asking import ASKED, alone, answerer, answers, ask
 from tail import in_turn
 
 from mmaccel import MmaccelError, get_recipe
+from mmaccel.accelerate.positions import check_positions
 from mmaccel.media.files import Prompt, encode
-from mmaccel.programs.positions import check_positions
 from mmaccel.programs.video_qa.qa import QASettings, VideoAnswerer
 from mmaccel.programs.video_qa.questions import VideoQuestion
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...accelerate import accelerated
+from ...accelerate.positions import check_positions
 from ...core.files import write_whole
 from ...core.layout import Layout
 from ...core.masks import leftmost, question
@@ -25,7 +26,6 @@ from ...method import TokenBatch
 from ...recipe import Recipe, Stage
 from ...runtime.tower.feature_cache import Remembered
 from ..evaluate import Batch, Question, answer_lengths, batches, inputs_of
-from ..positions import check_positions
 from ..resume import check_settings, without_unusable
 
 #: keeps every token; what is asked of it is the layout

@@ -16,12 +16,13 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from ...accelerate import accelerate_vlm
+from ...accelerate.positions import check_positions, free_positions, position_limit
 from ...errors import MmaccelError
 from ...media import untrusted
 from ...media.files import Chat, Clip, encode
 from ...media.prepare import prepare
 from ...method import FramesMethod
-from ...recipe import Recipe
+from ...recipe import Recipe, get_recipe
 from ...runtime.build import plan_for_call
 from ..model_lock import ModelSlot, Stopped, TokenTimer
 from .detokenizer import Detokenizer
@@ -123,8 +124,7 @@ class Engine(ModelSlot):
         self.recipe, self.sources, self.limits = recipe, sources, limits
         self._prepared = prepare(processor, recipe)
         accelerate_vlm(model, recipe, processor=self._prepared)
-        config = model.config.get_text_config()
-        self._places: int | None = getattr(config, "max_position_embeddings", None)
+        self._positions = position_limit(model)
         ends = model.generation_config.eos_token_id
         self._ends = set(ends) if isinstance(ends, (list, tuple)) else {ends}
 
@@ -160,10 +160,10 @@ class Engine(ModelSlot):
         self._check_text(request, stop)
         inputs = encode(processor, [self._chat(request, stop)]).to(self.model.device, self.model.dtype)
         prompt = inputs["input_ids"].shape[1]
-        longest = self._longest(prompt, request)
         text = Detokenizer(self.processor.tokenizer, request.stop)
         with self.turn(stop) as check, torch.inference_mode():
             check()
+            longest = self._longest(inputs, request, budget)
             streamer = _TextStreamer(text, check, send)
             self.model.generate(
                 **inputs,
@@ -183,7 +183,7 @@ class Engine(ModelSlot):
     def _check_text(self, request: ChatRequest, stop: threading.Event) -> None:
         """Raise MmaccelError if the text has more tokens than the model takes, having tokenised no more than that; Stopped if
         ``stop`` is set meanwhile."""
-        places = self._places
+        places = self._positions
         texts = [part["text"] for message in request.chat for part in message["content"] if part["type"] == "text"]
         long = sum(map(len, texts))
         if places is None or long <= places:
@@ -246,13 +246,14 @@ class Engine(ModelSlot):
                     ) from error
         return Chat(request.chat, tuple(pictures), tuple(clips))
 
-    def _longest(self, prompt: int, request: ChatRequest) -> int:
-        """Tokens that the answer may have; those that were asked for have their places."""
-        left = self.limits.longest if self._places is None else self._places - prompt
-        wanted = request.longest or min(self.limits.longest, max(1, left))
-        if wanted > left:
-            raise MmaccelError(
-                f"The prompt has {prompt} tokens, visual ones included, and the answer may have {wanted}; this model takes "
-                f"{self._places} in all, so show or ask for less."
-            )
+    def _longest(self, inputs: Mapping[str, Any], request: ChatRequest, budget: bool | Mapping[str, Any] | None) -> int:
+        """Tokens that the answer may have: as many as were asked for, else those that the model has positions for, up to the
+        limit. Raises MmaccelError if the positions do not suffice."""
+        recipe = get_recipe("none") if budget is False else self.recipe
+        if request.longest is not None:
+            wanted = request.longest
+        else:
+            free = free_positions(self.model, recipe, inputs, self.limits.longest)
+            wanted = self.limits.longest if free is None else max(1, free)
+        check_positions(self.model, recipe, inputs, wanted)
         return wanted

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...accelerate import accelerated
+from ...accelerate.positions import check_positions
 from ...core.transformers_api import DynamicCache, cache_argument
 from ...errors import MmaccelError
 from ...families import family_of
@@ -30,7 +31,6 @@ from ...recipe import Recipe, get_recipe
 from ...runtime.tower.feature_cache import Remembered
 from ..bench.arithmetic import count_operations
 from ..evaluate import Batch, Question, answer_lengths, batches, divergence, inputs_of
-from ..positions import check_positions
 from ..resume import without_unusable
 
 Goal = Literal["ttft", "tokens", "kv", "cost"]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ...accelerate import Accelerator, accelerated
+from ...accelerate.positions import check_positions
 from ...core.transformers_api import DynamicCache, cache_argument
 from ...errors import MmaccelError
 from ...families import family_of
@@ -41,7 +42,6 @@ from ...video.decode_spec import GIB, DecodeSpec, Select, check_timeout
 from ...video.prefetch import Ahead, begin
 from ..evaluate import fingerprint, sentence
 from ..identity import digests, recipe_parts, versions
-from ..positions import check_positions
 from .questions import VideoQuestion, as_questions, by_video
 
 Record = dict[str, Any]

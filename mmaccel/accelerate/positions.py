@@ -1,0 +1,85 @@
+"""Prompts that are longer than the positions a model was trained for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import MmaccelError
+from ..method import ChunkMethod
+from ..recipe import Recipe
+
+
+def position_limit(model: Any) -> int | None:
+    """How many positions the language model of ``model`` has, with scaled RoPE; None if its config does not say."""
+    config = model.config.get_text_config()
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    if limit is None or not factor:
+        return limit
+    # some configs state the scaled number, others the original one
+    return max(limit, int(factor * (original or limit)))
+
+
+def has_axes(model: Any) -> bool:
+    """Whether positions have several axes (M-RoPE), so that a picture takes another number of positions than of tokens."""
+    return "mrope_section" in (getattr(model.config.get_text_config(), "rope_parameters", None) or {})
+
+
+def free_positions(model: Any, recipe: Recipe, inputs: Mapping[str, Any], enough: int) -> int | None:
+    """How many positions a prompt leaves for its answer, less than 0 if it is too long itself; None if at least ``enough``, or
+    the model has no limit.
+
+    Recipes that give tokens other positions (``positions="paper"``, methods that read a prompt in chunks) have no limit.
+
+    Parameters
+    ----------
+    model : not accelerated, or accelerated with any recipe.
+    inputs : of ``generate``, with ``input_ids [B, S]``, and ``position_ids`` where the caller knows them.
+    """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    most, tokens = position_limit(model), inputs["input_ids"].shape[1]
+    if most is None or recipe.positions == "paper":
+        return None
+    # with M-RoPE a picture takes fewer positions than tokens, and the frames of a slow clip more
+    clips = any("video" in name and value is not None for name, value in inputs.items())
+    if tokens + enough <= most and not (clips and has_axes(model)):
+        return None
+    if any(isinstance(method, ChunkMethod) for _, method in recipe.build()):
+        return None
+    free = most - prompt_positions(model, inputs)
+    return None if free >= enough else free
+
+
+def prompt_positions(model: Any, inputs: Mapping[str, Any]) -> int:
+    """How many positions the longest row of a prompt takes; ``inputs`` as for :func:`free_positions`."""
+    places = inputs.get("position_ids")
+    if places is None:
+        places = model._prepare_position_ids_for_generation(inputs["input_ids"], dict(inputs))
+    # an axis before the three of M-RoPE counts tokens
+    return int((places[-3:] if places.dim() == 3 else places).max()) + 1
+
+
+def too_long(model: Any, recipe: Recipe, inputs: Mapping[str, Any], longest: int) -> str | None:
+    """A sentence that says by how much a prompt and an answer of ``longest`` tokens exceed the model's positions; None if they
+    fit. ``model``, ``recipe`` and ``inputs`` as for :func:`free_positions`."""
+    free = free_positions(model, recipe, inputs, longest)
+    if free is None:
+        return None
+    most = position_limit(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    assert most is not None
+    return (
+        f"The prompt has {inputs['input_ids'].shape[1]} tokens at {most - free} positions, visual ones included, and the "
+        f"answer may have {longest}; this model has {most} positions in all, so show fewer pictures or frames, or ask for a "
+        "shorter answer."
+    )
+
+
+def check_positions(model: Any, recipe: Recipe, inputs: Mapping[str, Any], longest: int) -> None:
+    """See that a prompt and an answer of ``longest`` tokens fit into the model's positions, see :func:`too_long`.
+
+    Raises MmaccelError if they do not fit.
+    """
+    if (sentence := too_long(model, recipe, inputs, longest)) is not None:
+        raise MmaccelError(sentence)
