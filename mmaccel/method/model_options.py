@@ -55,7 +55,7 @@ def load_once(kind: str, name: str, where: tuple[str, ...], load: Callable[[], A
         with names, sizes and times of its files: after a change it is loaded anew.
     """
     with _lock:
-        key = kind, name, where, _files(Path(name))
+        key = kind, where, *content_of(name)
         part = _parts.get(key)
         if part is None:
             part = _parts[key] = load()
@@ -82,13 +82,18 @@ class KeepLoaded:
             self.parts.clear()
 
 
-def _files(folder: Path) -> tuple[tuple[str, int, int], ...]:
+def content_of(name: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
+    """What a model is loaded from: the resolved folder ``name`` with names, sizes and times of its files; or a hub id as it is,
+    without files."""
+    folder = Path(name)
     try:
-        found = [(path.name, path.stat()) for path in sorted(folder.iterdir())] if folder.is_dir() else []
+        if not folder.is_dir():
+            return name, ()
+        found = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+        return str(folder.resolve()), tuple((name, about.st_size, about.st_mtime_ns) for name, about in found)
     except (OSError, ValueError):
         # who loads from it says what is wrong
-        return ()
-    return tuple((name, about.st_size, about.st_mtime_ns) for name, about in found)
+        return name, ()
 
 
-__all__ = ["KeepLoaded", "Loaded", "load_once"]
+__all__ = ["KeepLoaded", "Loaded", "content_of", "load_once"]

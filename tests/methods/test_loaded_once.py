@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import zoo
 from test_cdpruner import clip_folder
 
 from mmaccel import answer_videos, get_recipe
 from mmaccel.families import draft, text
+from mmaccel.frames.clip import FrameEncoder
 from mmaccel.media.files import Prompt
 from mmaccel.method import model_options
 from mmaccel.programs.evaluate import Question, Row, evaluate
@@ -98,3 +101,45 @@ def test_video_qa(loads, tmp_path):
     records = list(answer_videos(asked, model, processor, **options))
     assert len(records) == 4 and not any("error" in one for one in records), records
     assert list(loads.values()) == [1] and not model_options._parts
+
+
+def twins(tmp_path: Path) -> list[Path]:
+    """Two working directories, with a folder ``clip`` in each whose files have the same names, sizes and times."""
+    for name in ("one", "two"):
+        (tmp_path / name / "clip").mkdir(parents=True)
+        for file in ("open_clip_config.json", "weights.bin"):
+            (tmp_path / name / "clip" / file).write_text(name)
+            os.utime(tmp_path / name / "clip" / file, ns=(1, 1))
+    return [tmp_path / "one", tmp_path / "two"]
+
+
+def test_an_open_clip_folder_is_named_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the name it was given, which may mean another folder, or another version of it, later."""
+    open_clip = pytest.importorskip(
+        "open_clip", reason="encoders of frames need open_clip: pip install 'mmaccel[clip]'"
+    )
+    read: list[str] = []
+
+    def create(name: str, **options: Any) -> Any:
+        read.append((Path(name.removeprefix("local-dir:")) / "weights.bin").read_text())
+        return torch.nn.Identity(), None, None
+
+    monkeypatch.setattr(open_clip, "create_model_and_transforms", create)
+    monkeypatch.setattr(open_clip, "get_tokenizer", lambda name: None)
+    for where in twins(tmp_path):
+        monkeypatch.chdir(where)
+        assert FrameEncoder.load("clip") is FrameEncoder.load("clip")
+    assert read == ["one", "two"]
+    (Path("clip") / "weights.bin").write_text("new")
+    FrameEncoder.load("clip")
+    FrameEncoder.load("clip")
+    assert read == ["one", "two", "new"]
+
+
+def test_a_folder_is_named_by_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = []
+    for where in twins(tmp_path):
+        monkeypatch.chdir(where)
+        parts.append(model_options.load_once("draft", "clip", (), lambda: torch.nn.Identity()))
+        assert parts[-1] is model_options.load_once("draft", str(where / "clip"), (), lambda: torch.nn.Identity())
+    assert parts[0] is not parts[1]
