@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from torch import nn
@@ -23,7 +22,7 @@ from ..runtime.tower.attention import VISION
 from ..runtime.tower.encoder_merging import EncoderMerging, merged_of
 from ..runtime.tower.merged import Merged
 from ..runtime.tower.taps import Taps
-from .handle import Handle, check_model, exchange
+from .handle import Handle, check_model, exchange, restored
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -147,17 +146,10 @@ def accelerate_encoder(
     """
     check_model(model)
     chosen = get_recipe(recipe, retain=retain, **options)
-    exchange(_on(model), lambda: EncoderAccelerator(model, chosen, kernels))
+    exchange(EncoderAccelerator.on(model), lambda: EncoderAccelerator(model, chosen, kernels))
     return model
 
 
-def _on(model: nn.Module) -> EncoderAccelerator | None:
-    """The handle that is in force on ``model``."""
-    handle = getattr(model, "mmaccel", None)
-    return handle if isinstance(handle, EncoderAccelerator) else None
-
-
-@contextmanager
 def accelerated_encoder(
     model: M,
     recipe: RecipeLike = "pitome",
@@ -165,7 +157,7 @@ def accelerated_encoder(
     retain: float | None = None,
     kernels: Kernels = "auto",
     **options: Any,
-) -> Iterator[M]:
+) -> AbstractContextManager[M]:
     """:func:`accelerate_encoder` for the length of a ``with`` block; afterwards the model is what it was before.
 
     Examples
@@ -175,12 +167,5 @@ def accelerated_encoder(
     >>> hasattr(clip, "mmaccel")
     False
     """
-    previous = _on(model)
-    accelerate_encoder(model, recipe, retain=retain, kernels=kernels, **options)
-    try:
-        yield model
-    finally:
-        if (handle := _on(model)) is not None:
-            handle.remove()
-        if previous is not None:
-            previous.again()
+    given: dict[str, Any] = {"retain": retain, "kernels": kernels, **options}
+    return restored(lambda: accelerate_encoder(model, recipe, **given), lambda: EncoderAccelerator.on(model))

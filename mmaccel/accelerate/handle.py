@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from torch import nn
 
@@ -15,6 +16,7 @@ from ..recipe import Recipe
 from ..runtime.call.attention_patch import AttentionKind, AttentionPatch
 from ..runtime.call.plan import Plan
 
+M = TypeVar("M", bound=nn.Module)
 logger = logging.getLogger("mmaccel")
 
 
@@ -55,6 +57,24 @@ class Handle:
             undo()
         self._restore.clear()
         self._plugs.clear()
+
+    @classmethod
+    def on(cls, model: Any) -> Self | None:
+        """The handle that is in force on ``model``; None on a bare model.
+
+        Raises
+        ------
+        UnsupportedError
+            If ``model`` is a shallow copy, whose modules are those of the accelerated model it was made of.
+        """
+        handle = getattr(model, "mmaccel", None)
+        if not isinstance(handle, cls) or not handle.attached:
+            return None
+        if handle._model is not model:
+            raise UnsupportedError(
+                "This model is a shallow copy of an accelerated one and shares its modules; call model.mmaccel.remove() first."
+            )
+        return handle
 
     @property
     def attached(self) -> bool:
@@ -115,10 +135,36 @@ class Handle:
 
         self._restore.append(undo)
 
+    def _wrap(self, target: Any, name: str, make: Callable[[Any], Any]) -> None:
+        self._set(target, name, make(getattr(target, name)))
+
     def _plug(self, root: nn.Module, kind: AttentionKind) -> None:
         plug = AttentionPatch(root, kind)
         self._plugs.append(plug)
         self._restore.append(plug.off)
+
+    def _set_attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What the user sets goes below our attention function, and stays after :meth:`remove`."""
+
+        @functools.wraps(original)
+        def set_attn_implementation(*args: Any, **kwargs: Any) -> Any:
+            before = [pair for plug in self._plugs for pair in plug.bases()]
+            for plug in self._plugs:
+                plug.off()
+            try:
+                result = original(*args, **kwargs)
+                for plug in self._plugs:
+                    plug.check_backend()
+                return result
+            except BaseException:
+                for config, base in before:
+                    config._attn_implementation_internal = base
+                raise
+            finally:
+                for plug in self._plugs:
+                    plug.on()
+
+        return set_attn_implementation
 
 
 def check_model(model: Any) -> None:
@@ -141,3 +187,17 @@ def exchange(previous: Handle | None, make: Callable[[], object]) -> None:
         if previous is not None:
             previous.again()
         raise
+
+
+@contextmanager
+def restored(put: Callable[[], M], on: Callable[[], Handle | None]) -> Iterator[M]:
+    """What ``put`` returns for the length of a ``with`` block; then the handle that was ``on`` its model is put on again."""
+    previous = on()
+    try:
+        yield put()
+    finally:
+        if (handle := on()) is not previous:
+            if handle is not None:
+                handle.remove()
+            if previous is not None:
+                previous.again()

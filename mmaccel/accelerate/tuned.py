@@ -31,7 +31,7 @@ def warn_of_another(model: Any, recipe: Recipe) -> None:
         warnings.warn(
             f"Recipe {recipe.name!r} was tuned for a model with other weights, or the same in another dtype: what it keeps of "
             "this one's answers was not measured; run mmaccel tune on this model.",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from ..runtime.tower.encoder_merging import EncoderMerging, hook_features
 from ..runtime.tower.frame_reuse import FrameReuse
 from ..runtime.tower.patch_pruning import PatchPruning
 from ..runtime.tower.taps import Taps
-from .handle import Handle, check_model, exchange
+from .handle import Handle, check_model, exchange, restored
 from .positions import has_axes, too_long
 from .tuned import warn_of_another
 
@@ -105,14 +105,12 @@ class Accelerator(Handle):
         return [] if self._result is None else list(self._result.history)
 
     def remove(self) -> None:
-        """Make the model exactly what it was: hooks, methods, attention implementation, this handle. Drafts and text towers
-        that were loaded for it are freed, unless another model uses them."""
+        """Restore the model. Drafts and text towers that were loaded for it are freed, unless another model uses them."""
         super().remove()
         self._drop_stale(None)
-        # these refer to the handle, which would wait for the garbage collector with all that it loaded
+        # these refer to the handle; a handle that is kept for its statistics keeps no loaded model
         for name in ("taps", "text", "merging", "pruning", "reuse"):
             self.__dict__.pop(name, None)
-        # who keeps the handle for its statistics keeps no loaded model with it
         self.plan = dataclasses.replace(self.plan, drafts={}, text_towers={})
         if self._last is not None:
             self._last.plan = self.plan
@@ -120,24 +118,6 @@ class Accelerator(Handle):
     def again(self) -> Accelerator:
         """The same put on once more, after :meth:`remove`."""
         return Accelerator(self._model, self.recipe, self.processor, self.kernels)
-
-    @classmethod
-    def on(cls, model: Any) -> Accelerator | None:
-        """The handle that is in force on ``model``; None on a bare model.
-
-        Raises
-        ------
-        UnsupportedError
-            If ``model`` is a shallow copy, whose modules are those of the accelerated model it was made of.
-        """
-        handle = getattr(model, "mmaccel", None)
-        if not isinstance(handle, cls) or not handle.attached:
-            return None
-        if handle._model is not model:
-            raise UnsupportedError(
-                "This model is a shallow copy of an accelerated one and shares its modules; call model.mmaccel.remove() first."
-            )
-        return handle
 
     # --- putting it on ----------------------------------------------------------------------------------------
     def _attach(self) -> None:
@@ -173,32 +153,6 @@ class Accelerator(Handle):
             if self.taps.need_attention or plan.encoder is not None or plan.patches is not None:
                 for tower in family.towers():
                     self._plug(tower, VISION)
-
-    def _wrap(self, target: Any, name: str, make: Callable[[Any], Any]) -> None:
-        self._set(target, name, make(getattr(target, name)))
-
-    def _set_attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What the user sets goes below our attention function, and stays after :meth:`remove`."""
-
-        @functools.wraps(original)
-        def set_attn_implementation(*args: Any, **kwargs: Any) -> Any:
-            before = [pair for plug in self._plugs for pair in plug.bases()]
-            for plug in self._plugs:
-                plug.off()
-            try:
-                result = original(*args, **kwargs)
-                for plug in self._plugs:
-                    plug.check_backend()
-                return result
-            except BaseException:
-                for config, base in before:
-                    config._attn_implementation_internal = base
-                raise
-            finally:
-                for plug in self._plugs:
-                    plug.on()
-
-        return set_attn_implementation
 
     # --- while it runs ----------------------------------------------------------------------------------------
     def _call(self, asked: Any, cache: Any, opened_by: nn.Module | None = None) -> Call[ModelPlan]:
@@ -295,17 +249,7 @@ class Accelerator(Handle):
         pop(call)
         dropped = call.text.dropped
         self._finish(call)
-        if dropped is None or output is None:
-            return None
-        # models without the argument pass over it
-        hears = "logits_to_keep" in inspect.signature(type(self._model).forward).parameters
-        kept = kwargs.get("logits_to_keep", 0) if hears else 0
-        if isinstance(output, tuple):
-            # behind the loss, if there is one
-            at = int(kwargs.get("labels") is not None)
-            return (*output[:at], show_dropped(output[at], dropped, kept), *output[at + 1 :])
-        output.logits = show_dropped(output.logits, dropped, kept)
-        return output
+        return None if dropped is None or output is None else _show_dropped(self._model, output, kwargs, dropped)
 
     def _finish(self, call: Call[ModelPlan]) -> None:
         call.finish(self.family.text.config)
@@ -399,6 +343,19 @@ def _in_call(wrapper: Wrapper, plan: ModelPlan, original: Callable[..., Any]) ->
     return wrapper(original, call)
 
 
+def _show_dropped(model: nn.Module, output: Any, kwargs: Mapping[str, Any], dropped: Any) -> Any:
+    """The output of a forward with logits for dropped tokens, too."""
+    # models without the argument ignore it
+    hears = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+    kept = kwargs.get("logits_to_keep", 0) if hears else 0
+    if isinstance(output, tuple):
+        # behind the loss, if there is one
+        at = int(kwargs.get("labels") is not None)
+        return (*output[:at], show_dropped(output[at], dropped, kept), *output[at + 1 :])
+    output.logits = show_dropped(output.logits, dropped, kept)
+    return output
+
+
 def _model(model: Any) -> Any:
     """The model inside a PEFT model, else the model."""
     check_model(model)
@@ -483,18 +440,14 @@ def accelerate_vlm(
         proportional=proportional,
         **options,
     )
-    _put_on(_model(model), chosen, processor, kernels)
+    target = _model(model)
+    warn_of_another(target, chosen)
+    exchange(Accelerator.on(target), lambda: Accelerator(target, chosen, processor, kernels))
+    if (caution := target.mmaccel.plan.caution) is not None:
+        warnings.warn(f"{caution}.", stacklevel=2)
     return model
 
 
-def _put_on(target: Any, recipe: Recipe, processor: Any, kernels: Kernels) -> None:
-    warn_of_another(target, recipe)
-    exchange(Accelerator.on(target), lambda: Accelerator(target, recipe, processor, kernels))
-    if (caution := target.mmaccel.plan.caution) is not None:
-        warnings.warn(f"{caution}.", stacklevel=3)
-
-
-@contextmanager
 def accelerated(
     model: M,
     recipe: RecipeLike = "balanced",
@@ -507,7 +460,7 @@ def accelerated(
     proportional: Proportional | None = None,
     kernels: Kernels = "auto",
     **options: Any,
-) -> Iterator[M]:
+) -> AbstractContextManager[M]:
     """:func:`accelerate_vlm` for the length of a ``with`` block; afterwards the model is what it was before, bare or
     accelerated in another way.
 
@@ -518,25 +471,9 @@ def accelerated(
     >>> is_accelerated(model)
     False
     """
-    chosen = get_recipe(
-        recipe,
-        retain=retain,
-        positions=positions,
-        variant=variant,
-        text_retain=text_retain,
-        proportional=proportional,
-        **options,
-    )
-    target = _model(model)
-    previous = Accelerator.on(target)
-    _put_on(target, chosen, processor, kernels)
-    try:
-        yield model
-    finally:
-        if (handle := Accelerator.on(target)) is not None:
-            handle.remove()
-        if previous is not None:
-            previous.again()
+    given: dict[str, Any] = {"retain": retain, "positions": positions, "variant": variant, "text_retain": text_retain}
+    given |= {"proportional": proportional, "processor": processor, "kernels": kernels, **options}
+    return restored(lambda: accelerate_vlm(model, recipe, **given), lambda: Accelerator.on(_model(model)))
 
 
 def is_accelerated(model: Any) -> bool:

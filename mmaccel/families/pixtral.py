@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.layout import Modality, Picture, Tile
-from .base import CLIP_STD, Facts, Family
-from .tower import EncoderCall
+from .base import Facts, Family
+from .tower import CLIP_STD, EncoderCall
 
 
 class Mistral3(Family):

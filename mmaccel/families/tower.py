@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ..core.budget import layer_at
 from ..core.layout import Modality
+from ..errors import UnsupportedError
+
+#: deviations of the colours of large sets of pictures, by which towers are trained
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 @dataclass
@@ -108,3 +115,124 @@ class Towers(ABC):
         """The norm before the MLP of a pre-norm layer, whose input is the sum behind the attention, and the MLP."""
         norms = ("layer_norm2", "layernorm_after", "norm2", "ln_2")
         return next(getattr(layer, name) for name in norms if hasattr(layer, name)), layer.get_submodule("mlp")
+
+
+class ModelTowers(Towers):
+    """The towers of a vision-language model: by default one, of equal square tiles."""
+
+    #: the whole model and the one inside its head, None of a description; the processor, if there is one
+    config: Any
+    inner: Any
+    processor: Any
+    modalities: ClassVar[tuple[Modality, ...]] = ("image",)
+    #: the attribute of the inner model that is the tower of each modality
+    tower_names: ClassVar[dict[Modality, str]] = {"image": "vision_tower", "video": "vision_tower"}
+
+    @property
+    def vision(self) -> Any:
+        """The vision tower's config."""
+        return self.config.vision_config
+
+    @property
+    def side(self) -> int:
+        """Patches along one side of a tile."""
+        size, patch = self.vision.image_size, self.vision.patch_size
+        return int(size[0] if isinstance(size, (list, tuple)) else size) // int(
+            patch[0] if isinstance(patch, (list, tuple)) else patch
+        )
+
+    @property
+    def has_cls(self) -> bool:
+        """Whether the tower puts a CLS token in front of the patches."""
+        return "clip_vision" in str(self.vision.model_type) or "internvl_vision" in str(self.vision.model_type)
+
+    def towers(self) -> list[Any]:
+        """The distinct vision towers; none of a description."""
+        if self.inner is None:
+            return []
+        return list({id(t): t for t in (getattr(self.inner, self.tower_names[m]) for m in self.modalities)}.values())
+
+    def tower_layers(self, tower: Any) -> list[nn.Module]:
+        """The tower's transformer layers, in order."""
+        return list(tower.encoder.layers)
+
+    def attention_of(self, layer: Any) -> nn.Module:
+        """The self-attention of a tower layer."""
+        return layer.self_attn
+
+    @property
+    def tower_depth(self) -> int:
+        """Layers of the vision tower that can be looked into."""
+        if self.closed is not None:
+            return 0
+        if self.inner is not None:
+            return len(self.tower_layers(self.towers()[0]))
+        # the name in Qwen's configurations
+        return int(self.vision.depth if hasattr(self.vision, "depth") else self.vision.num_hidden_layers)
+
+    @property
+    def read_layers(self) -> list[int]:
+        """The layers of the tower whose outputs are read, as the configuration counts hidden states."""
+        layer = getattr(self.config, "vision_feature_layer", -1)
+        return list(layer) if isinstance(layer, (list, tuple)) else [layer]
+
+    @property
+    def read_at(self) -> list[int]:
+        """The same, as tower layers are counted from 0."""
+        depth = self.tower_depth
+        # hidden_states[i] is the output of layer i - 1
+        return [layer - 1 if layer >= 0 else depth + layer for layer in self.read_layers]
+
+    @property
+    def feature_layer(self) -> int:
+        """The tower layer (counted from 0) whose output the language model reads; where it reads several, the last of them."""
+        return max(self.read_at)
+
+    def tap_layer(self, layer: float | None) -> int:
+        """The tower layer a tap means; None is the layer whose attention shaped the features."""
+        depth = self.tower_depth
+        if isinstance(layer, float):
+            # of blocks with windows between them only those that attend to everything
+            wished = layer_at(layer, depth)
+            return min(self.merging_layers(), key=lambda number: (abs(number - wished), -number))
+        number = self.feature_layer if layer is None else int(layer) + depth if layer < 0 else int(layer)
+        if not 0 <= number < depth:
+            raise UnsupportedError(f"{self.name}: the vision tower has {depth} layers, there is no layer {layer}.")
+        return number
+
+    @property
+    def image_std(self) -> tuple[float, ...]:
+        """By what the processor divided the colours; without a processor, as usual for the tower."""
+        given = getattr(getattr(self.processor, "image_processor", None), "image_std", None)
+        return tuple(given) if given else self.usual_std
+
+    @property
+    def usual_std(self) -> tuple[float, ...]:
+        """What models with such a tower divide by."""
+        kind = str(self.vision.model_type)
+        return CLIP_STD if "clip" in kind else IMAGENET_STD if "internvl" in kind else (0.5, 0.5, 0.5)
+
+    def unit_pixels(self, encoded: EncoderCall, pixels: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The pixels of the patches that the projector joins (see :meth:`units`) in what a tower is given: per size of tiles or
+        frames ``[N, h, w, d]`` float32, and ``[N, h * w, u]`` long, which patches these are, counted tile by tile."""
+        n, colours, height, width = pixels.shape
+        size = self.vision.patch_size
+        down, across = (size, size) if isinstance(size, int) else size
+        rows, columns = height // down, width // across
+        scaled = pixels.float() * pixels.new_tensor(self.image_std, dtype=torch.float32).view(-1, 1, 1)
+        cut = scaled.view(n, colours, rows, down, columns, across).permute(0, 2, 4, 1, 3, 5)
+        units = self.units(encoded, rows * columns).to(pixels.device)
+        factor = math.isqrt(units.shape[1])
+        values = cut.reshape(n, rows * columns, -1)[:, units].flatten(2)
+        first = torch.arange(n, device=pixels.device)[:, None, None] * (rows * columns)
+        return [(values.view(n, rows // factor, columns // factor, -1), first + units)]
+
+    def tower_order(self, encoded: EncoderCall) -> Tensor | None:
+        """``[patches]`` long: which of the patches that it is given stands at each place of a tower's sequence; None where they
+        stand as they are given."""
+        return None
+
+    def features(self, output: Any) -> list[Tensor]:
+        """The features ``[..., D]`` in what ``get_image_features`` or ``get_video_features`` returned."""
+        made = output.pooler_output
+        return [made] if isinstance(made, Tensor) else list(made)

@@ -1,0 +1,123 @@
+"""What the library must know of the language model behind the towers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+class LanguageModel:
+    """The language model of a family, right for stacks of layers with attention."""
+
+    #: the whole model, and its text model
+    model: Any
+    text: Any
+    #: text layers that add visual features (DeepStack), after which tokens may be dropped inside the language model
+    deepstack: int = 0
+    #: whether RoPE turns queries and keys as two halves, in every layer of the language models usual for it
+    halves: bool = True
+    #: whether some layers of its language models carry a state where others have attention, and what configurations call such
+    stateful: bool = False
+    #: why a token cannot run through its language model later than it stands, as the end of "the language model of ..."
+    no_return: str | None = None
+    carrying: ClassVar[tuple[str, ...]] = ()
+    #: why layers of the language model cannot read parts of a prompt apart, as the end of "the language model of ... "; None
+    #: where they can
+    undivided: str | None = None
+    #: whether masks are made in front of its text model, which is called with them
+    masks_above: ClassVar[bool] = False
+    #: the position of the first token
+    first_position: ClassVar[int] = 0
+
+    @property
+    def depth(self) -> int:
+        """Layers of the language model."""
+        return len(self.text.layers)
+
+    @property
+    def recurrent(self) -> Sequence[int]:
+        """Layers of the language model that keep a recurrent state, and neither keys nor values."""
+        return ()
+
+    @property
+    def attending(self) -> Sequence[int]:
+        """Layers of the language model with attention, rising; the layers of a kept cache are these, counted from 0."""
+        return range(self.depth)
+
+    def stored_from(self, layer: int) -> int:
+        """The first layer of a kept cache that belongs to ``layer`` of the language model, or to one above it."""
+        return layer
+
+    def mask_argument(self, real: Tensor | None) -> Any:
+        """The attention mask that the text model is called with where mmaccel's attention function makes the masks; ``real
+        [B, q]`` bool says which tokens are no padding, None where none is."""
+        return None
+
+    def rope_kind(self, layer: int) -> str | None:
+        """Which of several RoPEs a layer of the language model is given; None where all share one."""
+        return None
+
+    def bidirectional_groups(
+        self, ids: Tensor, valid: Tensor, extra_inputs: Mapping[str, Any], seen: int
+    ) -> Tensor | None:
+        """Groups of prompt tokens that attend to each other in both directions, ``[B, S]`` long on the CPU.
+
+        Tokens of one group have one number; -1 marks causal tokens. None if the whole prompt is causal. ``ids``, ``valid``
+        ``[B, S]`` are on the CPU, ``extra_inputs`` are arguments of the call, and ``seen`` tokens are in the cache."""
+        return None
+
+    def is_bidirectional(self, layer: int) -> bool:
+        """Whether a layer of the language model applies :meth:`bidirectional_groups`."""
+        return True
+
+    def heads_in(self, layer: int) -> tuple[int, int]:
+        """KV heads of a layer of the language model, and the width of one."""
+        attention = self.attention_in(layer)
+        return self.text.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
+
+    def attention_in(self, layer: int) -> Any:
+        """The self-attention of a layer of the language model."""
+        return self.text.layers[layer].self_attn
+
+    def logits(self, states: Tensor) -> Tensor:
+        """``[..., V]``: what the model makes of the last hidden states ``[..., D]`` of its language model."""
+        found: Tensor = self.model.lm_head(states)
+        cap = getattr(self.text.config, "final_logit_softcapping", None)
+        return found if cap is None else torch.tanh(found / cap) * cap
+
+    def queries_in(self, attention: Any) -> nn.Module:
+        """The last module of an attention that queries pass before RoPE."""
+        found: nn.Module = getattr(attention, "q_norm", None) or attention.q_proj
+        return found
+
+    def outgoing_in(self, layer: int) -> Any:
+        """The output projection of the attention of a layer of the language model; None where it has none of that name."""
+        return getattr(self.attention_in(layer), "o_proj", None)
+
+    def norm_in(self, layer: Any) -> nn.Module:
+        """The norm before the attention of a layer of the language model."""
+        found: nn.Module = layer.input_layernorm
+        return found
+
+    @property
+    def last_norm(self) -> nn.Module:
+        """The norm behind the last layer of the language model."""
+        found: nn.Module = self.text.norm
+        return found
+
+    def deep_features(self, kwargs: Mapping[str, Any]) -> tuple[Tensor, list[Tensor]] | None:
+        """What layers of the language model add to visual tokens (DeepStack), read off the arguments of its call: their places
+        ``[B, S]`` bool, and the features ``[visual tokens, D]`` of every such layer; None where there are none."""
+        features = kwargs.get("deepstack_visual_embeds")
+        return None if features is None else (kwargs["visual_pos_masks"], features)
+
+    def deep_arguments(self, visual: Tensor, features: list[Tensor]) -> dict[str, Any]:
+        """The same, written as arguments."""
+        return {"visual_pos_masks": visual, "deepstack_visual_embeds": features}
+
+    def entering(self, embeds: Tensor, deep: list[Tensor]) -> Tensor:
+        """``[B, S, D]``: what enters the first layer, of ``embeds [B, S, D]`` and DeepStack features laid out like them."""
+        return embeds
