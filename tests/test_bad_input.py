@@ -36,7 +36,7 @@ NO_CLS = tuple(
 def one_sentence(message: str) -> None:
     """Short, without a trace of Python, and ending in what helps (a sentence, or a list of what there is)."""
     assert message and "\n" not in message and len(message) < 1700
-    assert message[0].isupper() or re.match(r"[\w'\-]+[=: ]", message), message
+    assert message[0].isupper() or re.match(r"`?[\w'\-]+`?[=: ]", message), message
     assert message.endswith((".", "?")) or "; known are" in message, message
 
 
@@ -66,14 +66,14 @@ def test_unknown_names(name: str, match: str) -> None:
 def test_unknown_methods() -> None:
     refused(lambda: Recipe("x", (Stage("fastvv", 0.5),)), "There is no method 'fastvv'; did you mean 'fastv'")
     refused(lambda: mmaccel.get_method("poool"), "did you mean 'pool'")
-    refused(lambda: mmaccel.get_recipe(3), "3 is no recipe; give a name")  # type: ignore[arg-type]
+    refused(lambda: mmaccel.get_recipe(3), "3 is not a recipe; give a name")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("recipe", "options", "match"),
     [
-        ("random", {"sed": 1}, "'sed' is no option of recipe 'random'; it takes retain, .*seed"),
-        ("none", {"seed": 1}, "'seed' is no option"),
+        ("random", {"sed": 1}, "'sed' is not an option of recipe 'random'; it takes retain, .*seed"),
+        ("none", {"seed": 1}, "'seed' is not an option"),
         ("none", {"retain": 0.5}, "drops nothing"),
         ("random", {"seed": "one"}, "seed='one' is of the wrong type; give int"),
         ("random", {"positions": "new"}, "use 'keep' or 'paper'"),
@@ -122,10 +122,10 @@ def test_stages_that_do_not_go_together(stages: list[Stage], match: str) -> None
         (-0.5, "outside"),
         (1.5, "outside"),
         (64.0, "for a count of tokens write retain=64"),
-        (float("nan"), "no budget"),
+        (float("nan"), "is not a budget"),
         (float("inf"), "outside"),
-        (True, "no budget"),
-        ("0.5", "no budget"),
+        (True, "is not a budget"),
+        ("0.5", "is not a budget"),
     ],
 )
 # by choice: one of every site of a budget, and several stages
@@ -309,12 +309,12 @@ def test_models_that_are_refused(kind: str) -> None:
     [
         (
             "Qwen/Qwen2.5-VL-7B-Instruct",
-            "^The name 'Qwen/Qwen2.5-VL-7B-Instruct' is no model; give what from_pretrained has loaded",
+            "^The name 'Qwen/Qwen2.5-VL-7B-Instruct' is not a model; give what from_pretrained has loaded",
         ),
-        (Path("models/qwen"), "^The name 'models/qwen' is no model; give what from_pretrained has loaded"),
-        (zoo.processor("llava"), "^A .*Processor is no model; give what"),
-        (SimpleNamespace(model=torch.nn.Linear(2, 2)), "^A SimpleNamespace is no model; give its .model"),
-        (None, "^A NoneType is no model"),
+        (Path("models/qwen"), "^The name 'models/qwen' is not a model; give what from_pretrained has loaded"),
+        (zoo.processor("llava"), "^A .*Processor is not a model; give what"),
+        (SimpleNamespace(model=torch.nn.Linear(2, 2)), "^A SimpleNamespace is not a model; give its .model"),
+        (None, "^A NoneType is not a model"),
     ],
     ids=range(5),
 )
@@ -588,16 +588,16 @@ DEEP, DIGITS = "[" * 100_000, "1" * 5000
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        (DEEP, "no valid JSON: nested too deeply"),
-        ('{"name": ' + DIGITS + "}", "no valid JSON: a number is too long"),
+        (DEEP, "not valid JSON: nested too deeply"),
+        ('{"name": ' + DIGITS + "}", "not valid JSON: a number is too long"),
         ('{"name": "x", "stages": [{"method": "divprune", "retain": ' + DIGITS[:400] + "}]}", "a number is too long"),
         (b"\xff", "no text in UTF-8"),
-        (None, "no text but a NoneType"),
-        (3, "no text but a int"),
-        ([], "no text but a list"),
+        (None, "must be JSON text, not NoneType"),
+        (3, "must be JSON text, not int"),
+        ([], "must be JSON text, not list"),
         ('{"name": "x", "positions": []}', "positions="),
         ('{"name": "x", "text_retain": {}}', "text_retain="),
-        ('{"name": "x", "stages": [{"method": "divprune", "retain": [1]}]}', "no budget"),
+        ('{"name": "x", "stages": [{"method": "divprune", "retain": [1]}]}', "is not a budget"),
         ('{"name": "x", "stages": [{"method": ["divprune"]}]}', "`method` of a stage must be a string"),
         ('{"name": "x", "stages": {}}', "`stages` of a recipe must be a list"),
     ],

@@ -114,13 +114,16 @@ def test_none_is_what_the_recipe_says() -> None:
 @pytest.mark.parametrize(
     ("which", "match"),
     [
-        (lambda: zoo.processor("llava"), "^A processor .*is no recipe; give it as processor="),
-        (lambda: model("llava").config, "^A LlavaConfig is no recipe; give a name, a method such as"),
+        (lambda: zoo.processor("llava"), "^A processor .*is not a recipe; give it as processor="),
+        (lambda: model("llava").config, "^A LlavaConfig is not a recipe; give a name, a method such as"),
         (lambda: zoo.inputs("llava"), "holds what JSON has no word for"),
-        (lambda: model("llava"), "^A LlavaForConditionalGeneration is no recipe"),
-        (lambda: None, "^None is no recipe"),
-        (lambda: ["divprune", 3], "^3 is no recipe"),
-        (lambda: type("Mine", (DivPrune,), {"name": "mine"}), "Mine is no registered method; decorate the class with"),
+        (lambda: model("llava"), "^A LlavaForConditionalGeneration is not a recipe"),
+        (lambda: None, "^None is not a recipe"),
+        (lambda: ["divprune", 3], "^3 is not a recipe"),
+        (
+            lambda: type("Mine", (DivPrune,), {"name": "mine"}),
+            "Mine is not a registered method; decorate the class with",
+        ),
         (lambda: [SnapKV(), DivPrune()], "order of the sites"),
     ],
 )

@@ -259,7 +259,7 @@ def test_what_is_no_frames(given: Any, said: str) -> None:
         *(({"cap_tokens": value}, "cap_tokens >= 1, a whole number") for value in (0, -5, 64.0, "many", None, True)),
         *(({"fps": value}, "finite, with fps > 0") for value in (0, -1.0, float("nan"), float("inf"), "1", None, True)),
         *(({"processor": value}, "a processor= that takes videos") for value in (None, "name", zoo.processor("llava"))),
-        ({"recipe": None}, "is no recipe"),
+        ({"recipe": None}, "is not a recipe"),
     ],
 )
 def test_what_is_no_session(options: dict[str, Any], said: str) -> None:

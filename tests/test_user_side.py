@@ -453,7 +453,7 @@ def _json(**stage: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "no valid JSON"),
+        ("{", "not valid JSON"),
         ("[]", "must be a JSON object with name, stages"),
         ('{"stages": []}', "`name` of a recipe must be a string, got None"),
         ('{"name": "x", "stage": []}', "no field 'stage'; it has name, stages"),
@@ -466,7 +466,7 @@ def _json(**stage: Any) -> str:
         (_json(method=3), "`method` of a stage must be a string, got 3"),
         (_json(options=[]), "`options` of a stage must be an object"),
         (_json(budget=1), "no field 'budget'"),
-        (_json(retain="0.5"), "retain='0.5' is no budget"),
+        (_json(retain="0.5"), "retain='0.5' is not a budget"),
         (_json(retain=None), "needs a budget; give retain=0.25"),
         (_json(options={"sed": 1}), "no option 'sed'; it has seed"),
         (_json(options={"seed": "1"}), "seed='1' is of the wrong type; give int"),
@@ -493,5 +493,5 @@ def test_recipes_are_never_code(bad: str, tmp_path: Any) -> None:
         get_recipe(bad)
     path = tmp_path / "evil.json"
     path.write_bytes(pickle.dumps(get_recipe("random")))
-    with pytest.raises(MmaccelError, match="Cannot read|no valid JSON"):
+    with pytest.raises(MmaccelError, match="Cannot read|not valid JSON"):
         get_recipe(path)

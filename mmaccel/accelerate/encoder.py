@@ -132,9 +132,9 @@ def accelerate_encoder(
     Raises
     ------
     MmaccelError
-        If the model is none, or the recipe, a budget, an option or ``kernels`` is of no use.
+        If it is not a model, or the recipe, a budget, an option or ``kernels`` is not valid.
     UnsupportedError
-        If the model is no encoder that is known, or lacks what the method needs.
+        If the encoder is not supported, or lacks what the method needs.
 
     Examples
     --------

@@ -174,7 +174,7 @@ def check_model(model: Any) -> None:
     what = f"The name {str(model)!r}" if isinstance(model, (str, Path)) else f"A {type(model).__name__}"
     inside = isinstance(getattr(model, "model", None), nn.Module)
     remedy = "give its .model" if inside else "give what from_pretrained has loaded"
-    raise MmaccelError(f"{what} is no model; {remedy}.")
+    raise MmaccelError(f"{what} is not a model; {remedy}.")
 
 
 def exchange(previous: Handle | None, make: Callable[[], object]) -> None:

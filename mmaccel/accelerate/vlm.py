@@ -406,7 +406,7 @@ def accelerate_vlm(
     Raises
     ------
     MmaccelError
-        If the model is none, or the recipe, a budget, an option or ``kernels`` is of no use.
+        If it is not a model, or the recipe, a budget, an option or ``kernels`` is not valid.
     UnsupportedError
         If the family, the attention implementation or the generation config cannot honour the recipe.
 

@@ -24,7 +24,7 @@ def check_retain(retain: Retain, what: str = "retain") -> Retain:
         If it is zero, negative, a ratio above 1.0, or not a number.
     """
     if isinstance(retain, bool) or not isinstance(retain, (int, float)) or retain != retain:
-        raise MmaccelError(f"{what}={retain!r} is no budget; give a ratio such as 0.25 or a count such as 64.")
+        raise MmaccelError(f"{what}={retain!r} is not a budget; give a ratio such as 0.25 or a count such as 64.")
     if isinstance(retain, int):
         if retain < 1:
             raise MmaccelError(f"{what}={retain} keeps no token; give a count of 1 or more, or a ratio such as 0.25.")

@@ -183,6 +183,6 @@ def encoder_of(model: Any) -> Encoder:
     if hasattr(model, "generate"):
         raise UnsupportedError(f"{type(model).__name__} generates; accelerate it with accelerate_vlm.")
     raise UnsupportedError(
-        f"{type(model).__name__} is no image encoder that mmaccel knows; it knows CLIP and SigLIP of transformers, and "
+        f"{type(model).__name__} is not a supported image encoder; supported are CLIP and SigLIP of transformers, and "
         "CLIP models of open_clip with a VisionTransformer."
     )

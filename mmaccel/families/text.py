@@ -76,7 +76,7 @@ def _load(name: str, device: torch.device | None) -> TextTower:
         model, _, weights = name.partition(":")
         if not weights:
             raise MmaccelError(
-                f"clip={name!r} is no folder; give the folder of a CLIP model, or an open_clip model with its weights "
+                f"clip={name!r} is not a folder; give the folder of a CLIP model, or an open_clip model with its weights "
                 "such as 'ViT-L-14-336:openai'."
             )
         return _open_clip(name, model, weights, device)

@@ -80,7 +80,7 @@ class Accelerated:
     Raises
     ------
     SystemExit
-        With one sentence, if the recipe or one of its options is of no use (before the model is loaded), or the model cannot
+        With one sentence, if the recipe or one of its options is not valid (before the model is loaded), or the model cannot
         honour it (then, or when it generates).
     """
 

@@ -72,7 +72,7 @@ def load_picture(source: Any, limits: PictureLimits = LIMITS) -> PILImage:
     Raises
     ------
     MmaccelError
-        If there is no such file, it is broken or no picture, it exceeds the limits, or numbers are out of range or NaN.
+        If the file does not exist or is not a readable picture, it exceeds the limits, or numbers are out of range or NaN.
     """
     if isinstance(source, PILImage):
         return _decoded(source, "The picture", limits)
@@ -275,7 +275,7 @@ def _unpacked(text: str, name: str) -> BytesIO:
         try:
             found = base64.b64decode(found + b"=" * (-len(found) % 4), validate=True)
         except ValueError as error:
-            raise MmaccelError(f"{name} is no valid base64; encode the bytes of the file, or give a path.") from error
+            raise MmaccelError(f"{name} is not valid base64; encode the bytes of the file, or give a path.") from error
     return BytesIO(found)
 
 

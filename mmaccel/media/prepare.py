@@ -44,7 +44,7 @@ def prepare(processor: Any, recipe: RecipeLike = "balanced", *, retain: float | 
     Raises
     ------
     MmaccelError
-        If the recipe is of no use or a ``frames`` budget is a count; and from the processor, if a file is missing or
+        If the recipe is not valid or a ``frames`` budget is a count; and from the processor, if a file is missing or
         broken, or pixels are normalised already.
 
     Examples

@@ -79,7 +79,7 @@ def clip(
             kind = begins(file.read(HEAD))
         if kind not in KINDS:
             raise MmaccelError(
-                "This file is no clip that can be read; upload a video such as mp4, mov, mkv, webm, avi or gif."
+                "This file is not a readable clip; upload a video such as mp4, mov, mkv, webm, avi or gif."
             )
     try:
         return decode_in_subprocess(path, DecodeSpec(frames, fps, memory=memory), seconds, begun=begun)

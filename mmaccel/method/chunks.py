@@ -57,7 +57,9 @@ class ChunkMethod(TokenMethod):
                 f"{self.name} cannot begin at layer={self.layer}; give a layer of 0 or more, or a share of the depth below 1.0."
             )
         if self.length < 0:
-            raise MmaccelError(f"{self.name}: length={self.length} is no length; give tokens of a chunk, or 0 for any.")
+            raise MmaccelError(
+                f"`length` of {self.name} must be 0 (any length) or a number of tokens, got {self.length}."
+            )
 
     def fit(self, family: ModelFacts) -> Method:
         """A share of the depth becomes a layer."""

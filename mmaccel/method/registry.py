@@ -115,8 +115,8 @@ def offered(group: str, kind: type) -> Iterator[type[Any] | ModuleType]:
             ) from error
         if not isinstance(found, ModuleType) and not (isinstance(found, type) and issubclass(found, kind)):
             raise MmaccelError(
-                f"{_package(point)} offers {point.value!r} as {group}, which is no subclass of {kind.__name__} and no "
-                "module; update the package, or uninstall it."
+                f"{_package(point)} offers {point.value!r} as {group}, which is neither a subclass of {kind.__name__} nor "
+                "a module; update the package, or uninstall it."
             )
         yield found
 

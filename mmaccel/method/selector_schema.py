@@ -36,7 +36,7 @@ def stamp(path: Path) -> Stamp:
     Raises
     ------
     MmaccelError
-        If it is no regular file (links to one are).
+        If it is not a regular file (links to one are).
     """
     try:
         about = path.stat()

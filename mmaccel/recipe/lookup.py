@@ -60,7 +60,7 @@ def get_recipe(
     Raises
     ------
     MmaccelError
-        If the name is unknown (the nearest are suggested), the content is not valid, or an option is of no use.
+        If the name is unknown (the nearest are suggested), the content is not valid, or an option is not valid.
 
     Examples
     --------
@@ -105,12 +105,12 @@ def _recipe(which: Any) -> Recipe:
         return known[which]
     kind = type(which).__name__
     if any(hasattr(which, name) for name in ("apply_chat_template", "image_processor", "tokenizer")):
-        raise MmaccelError(f"A processor ({kind}) is no recipe; give it as processor=.")
+        raise MmaccelError(f"A processor ({kind}) is not a recipe; give it as processor=.")
     if isinstance(which, (Sequence, Iterator)):
         return _joined([_recipe(part) for part in which])
     shown = repr(which)
     raise MmaccelError(
-        f"{shown if len(shown) < 40 and shown.isprintable() else f'A {kind}'} is no recipe; give a name, a method such as "
+        f"{shown if len(shown) < 40 and shown.isprintable() else f'A {kind}'} is not a recipe; give a name, a method such as "
         "FastV(layer=3), several of them, a Recipe, a mapping, or a path to JSON."
     )
 
@@ -120,7 +120,7 @@ def _text(path: Path) -> str:
     try:
         about = path.stat()
         if not path.is_file():
-            raise MmaccelError(f"Cannot read the recipe {str(path)!r}: it is no regular file; give a JSON file.")
+            raise MmaccelError(f"Cannot read the recipe {str(path)!r}: it is not a regular file; give a JSON file.")
         if about.st_size > _LARGEST:
             raise MmaccelError(
                 f"The recipe {str(path)!r} is larger than {_LARGEST >> 20} MiB; give a JSON file of one."
@@ -150,7 +150,9 @@ def _of_method(which: Method | type[Method]) -> Recipe:
     kind = which if isinstance(which, type) else type(which)
     name = getattr(kind, "name", None)
     if methods().get(name or "") is not kind:
-        raise MmaccelError(f"{kind.__qualname__} is no registered method; decorate the class with @mmaccel.register.")
+        raise MmaccelError(
+            f"{kind.__qualname__} is not a registered method; decorate the class with @mmaccel.register."
+        )
     return _alone(kind, Stage(kind.name, kind.default_retain, {} if isinstance(which, type) else which.options()))
 
 

@@ -63,7 +63,7 @@ class Stage:
         Raises
         ------
         MmaccelError
-            If the method is unknown, an option does not exist, or a value is of no use.
+            If the method is unknown, an option does not exist, or a value is not valid.
         """
         cls = get_method(self.method)
         names = _options(cls)
@@ -157,7 +157,7 @@ class Recipe:
             anchors = [i for i in self._token_stages if self.stages[i].retain is not None]
             if isinstance(self.anchor, bool) or self.anchor not in anchors:
                 raise MmaccelError(
-                    f"Recipe {self.name!r}: anchor={self.anchor!r} is no stage with a budget before or inside the language "
+                    f"Recipe {self.name!r}: anchor={self.anchor!r} is not a stage with a budget before or inside the language "
                     f"model; give one of {anchors} or leave it out."
                 )
 
@@ -247,7 +247,7 @@ class Recipe:
         having = [i for i, s in enumerate(self.stages) if key in _options(get_method(s.method))]
         if len(having) != 1:
             options = sorted({name for s in self.stages for name in _options(get_method(s.method))})
-            what = "is ambiguous" if having else "is no option"
+            what = "is ambiguous" if having else "is not an option"
             known = ", ".join(["retain", "positions", "variant", "text_retain", "proportional", *options])
             raise MmaccelError(f"{key!r} {what} of recipe {self.name!r}; it takes {known}.")
         stages = list(self.stages)
@@ -314,9 +314,9 @@ class Recipe:
         try:
             data = json.loads(text, parse_int=short_int)
         except TypeError as error:
-            raise MmaccelError(f"The recipe is no text but a {type(text).__name__}; give JSON as a string.") from error
+            raise MmaccelError(f"The recipe must be JSON text, not {type(text).__name__}; give a string.") from error
         except (ValueError, RecursionError) as error:
-            raise MmaccelError(f"The recipe is no valid JSON: {no_json(error)}.") from error
+            raise MmaccelError(f"The recipe is not valid JSON: {no_json(error)}.") from error
         kind = TunedRecipe if isinstance(data, dict) and "tuned" in data else Recipe
         data = _fields(data, kind, "recipe")
         stages = [Stage(**_fields(item, Stage, "stage")) for item in data.get("stages", [])]

@@ -1,4 +1,4 @@
-"""Videos: decoding only the frames that are wanted, safely, by whichever library can."""
+"""Video decoding: only the wanted frames, safely, by any of three libraries."""
 
 from .choice import spaced
 from .clip import Clip

@@ -1,4 +1,4 @@
-"""Which frames of a video to decode; plain functions of the times at which its frames are shown."""
+"""Frame selection: indices of the frames to decode, from the times at which frames are shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames of a video, and when they are shown."""
+"""Frames of a video and their times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def as_frames(given: Any) -> np.ndarray:
     Raises
     ------
     MmaccelError
-        If it is none.
+        If they are not such an array.
     """
     try:
         frames = np.asarray(given)
@@ -40,7 +40,7 @@ def as_rate(fps: Any) -> float:
     Raises
     ------
     MmaccelError
-        If it is no finite number above 0.
+        If it is not a finite number above 0.
     """
     known = isinstance(fps, (int, float, np.integer, np.floating)) and not isinstance(fps, bool)
     if not (known and math.isfinite(fps) and fps > 0):
@@ -89,7 +89,7 @@ class Clip:
         return self.total / self.fps
 
     def metadata(self) -> Any:
-        """What processors of transformers want to know.
+        """Metadata as processors of transformers take it.
 
         They divide ``frames_indices`` by ``fps`` to tell the model the time, so the indices are those of a constant frame
         rate: with a variable one, not the frames' own.

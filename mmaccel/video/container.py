@@ -1,4 +1,4 @@
-"""What may be opened at all: regular local files that begin as a known container does, and do not break off."""
+"""Checks before a video is opened: a regular local file with the header of a known container, and complete."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def named(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text or "\0" in text:
         raise MmaccelError(
-            f"{str(path)[:80]!r} is no path of a video; give the path of a video file or a folder of pictures."
+            f"A video must be a path, got {str(path)[:80]!r}; give the path of a video file or a folder of pictures."
         )
     return text
 
@@ -78,7 +78,7 @@ def local(path: str | os.PathLike[str]) -> Path:
             raise MmaccelError(f"The video {text!r} does not exist; give the path of a video file.") from None
         raise MmaccelError(f"The video {text!r} cannot be opened ({error.strerror}).") from None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise MmaccelError(f"{text!r} is no regular file; give the path of a video file or a folder of pictures.")
+        raise MmaccelError(f"{text!r} is not a regular file; give the path of a video file or a folder of pictures.")
     # an absolute path is never taken for a protocol
     return Path(os.path.abspath(text))
 
@@ -138,9 +138,7 @@ def _kind(path: Path, head: bytes) -> str:
         raise MmaccelError(f"{str(path)!r} is a playlist, and those are not followed; give the video file itself.")
     if kind == "picture":
         raise MmaccelError(f"{str(path)!r} is a picture; give it as one, or a folder of pictures as a video.")
-    raise MmaccelError(
-        f"The video {str(path)!r} is broken or no video (it begins like none); play it, or convert it to mp4."
-    )
+    raise MmaccelError(f"The video {str(path)!r} is not a readable video (unknown header); convert it to mp4.")
 
 
 def _boxes_end(file: BinaryIO, head: bytes, size: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Decoding, in this process or in one of its own."""
+"""Decode a video, in this process or in a subprocess."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def decode(
     isolated: bool = False,
     timeout: float = 120.0,
 ) -> Clip:
-    """Frames of a local video file, or of a folder of pictures, and when they are shown.
+    """Decode frames of a local video file or of a folder of pictures.
 
     decord is tried first, then torchcodec, then PyAV; :attr:`Clip.backend` says which it was, and a back end that is
     missing or fails leaves one warning. Only the stretches between the keyframes around the wanted frames are decoded.
@@ -61,8 +61,8 @@ def decode(
     Raises
     ------
     MmaccelError
-        If there is no such file, it is not what it should be, broken, or breaks off; if no back end is installed; or if
-        time or memory do not suffice.
+        If the file does not exist, is not a readable video, or breaks off; if no back end is installed; or if time or
+        memory do not suffice.
     """
     spec = DecodeSpec(frames, fps, select, start, end, folder_fps, backend, threads, memory)
     if isolated:
@@ -71,7 +71,7 @@ def decode(
 
 
 def decode_sampled(path: Path_, sample: Callable[..., Any] | None) -> tuple[np.ndarray, Any]:
-    """What a video processor of transformers samples, ``[T, H, W, 3]`` uint8, and its metadata.
+    """Frames ``[T, H, W, 3]`` uint8 that a video processor of transformers samples, and their metadata.
 
     Parameters
     ----------

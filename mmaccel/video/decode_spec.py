@@ -1,4 +1,4 @@
-"""What to decode of a video, checked; nothing here decodes."""
+"""Options of decoding, validated."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Select = Literal["uniform", "keyframes"]
 Path_ = str | os.PathLike[str]
 
 GIB = 1 << 30
-#: what no machine has, in bytes; what no container says, in frames a second; and longer than anybody waits, in seconds
+#: upper limits: bytes, counts, frames a second, seconds
 _MOST = {"memory": 1 << 50, "frames": 1 << 31, "threads": 1024, "fps": 1e6, "folder_fps": 1e6, "start": 1e9, "end": 1e9}
 _PATIENCE = 1e6
 
 
 @dataclass(frozen=True)
 class DecodeSpec:
-    """What to decode; the options of :func:`mmaccel.video.decode`."""
+    """Which frames of a video to decode and how; the options of :func:`mmaccel.video.decode`."""
 
     frames: int | None = 16
     fps: float | None = None
@@ -41,7 +41,7 @@ class DecodeSpec:
                 not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST[name]
             ):
                 raise MmaccelError(
-                    f"{name}={shortened(value)} makes no clip; give a whole number from 1 to {_MOST[name]:,}."
+                    f"`{name}` must be a whole number from 1 to {_MOST[name]:,}, got {shortened(value)}."
                 )
         for name, least in {"fps": 0.0, "folder_fps": 0.0, "start": -1.0, "end": -1.0}.items():
             value = getattr(self, name)
@@ -49,17 +49,19 @@ class DecodeSpec:
                 not _number(value) or not least < value <= _MOST[name]
             ):
                 raise MmaccelError(
-                    f"{name}={shortened(value)} makes no clip; give a number{' above 0' * (least == 0)}, at most "
-                    f"{_MOST[name]:,.0f}."
+                    f"`{name}` must be a number of {'more than 0' if least == 0 else 'at least 0'} and at most "
+                    f"{_MOST[name]:,.0f}, got {shortened(value)}."
                 )
         if self.select not in ("uniform", "keyframes"):
-            raise MmaccelError(f"select={self.select!r} is unknown; use 'uniform' or 'keyframes'.")
+            raise MmaccelError(f"`select` must be 'uniform' or 'keyframes', got {self.select!r}.")
         if self.select == "keyframes" and (self.frames is None or self.fps is not None):
             raise MmaccelError("select='keyframes' needs frames=, and no fps=.")
         if self.start < 0 or (self.end is not None and self.end <= self.start):
-            raise MmaccelError(f"start={self.start} and end={self.end} leave nothing; give seconds, 0 <= start < end.")
+            raise MmaccelError(
+                f"`start` and `end` must be seconds with 0 <= start < end, got {self.start} and {self.end}."
+            )
         if self.backend is not None and self.backend not in list(READERS):
-            raise MmaccelError(f"There is no back end {self.backend!r}; use {', '.join(READERS)}.")
+            raise MmaccelError(f"`backend` must be one of {', '.join(READERS)}, got {self.backend!r}.")
 
 
 def _number(value: Any) -> bool:
@@ -67,7 +69,7 @@ def _number(value: Any) -> bool:
 
 
 def shortened(value: Any) -> str:
-    """A value as a sentence names it, however long it is; Python refuses to write out very large numbers."""
+    """A value for an error message, shortened; Python refuses to print very large numbers."""
     if isinstance(value, int) and value.bit_length() > 200:
         return f"(a number of {value.bit_length()} bits)"
     text = repr(value)
@@ -75,7 +77,7 @@ def shortened(value: Any) -> str:
 
 
 def check_timeout(timeout: float) -> float:
-    """Return ``timeout`` if it is seconds that a clock can wait.
+    """Validate a timeout in seconds and return it.
 
     Raises
     ------
@@ -84,6 +86,6 @@ def check_timeout(timeout: float) -> float:
     """
     if not _number(timeout) or not 0 < timeout <= _PATIENCE:
         raise MmaccelError(
-            f"timeout={shortened(timeout)} is no time to decode in; give seconds above 0, at most {_PATIENCE:,.0f}."
+            f"`timeout` must be more than 0 and at most {_PATIENCE:,.0f} seconds, got {shortened(timeout)}."
         )
     return timeout

@@ -1,4 +1,4 @@
-"""Decoding in this process: only the frames that are spec, by the first back end that can, over several threads."""
+"""Decode in this process: only the frames that are wanted, by the first back end that can, in several threads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def decode_in_process(
     choose: Callable[[Reader, Path, DecodeSpec], np.ndarray] | None = None,
     make: Make = empty,
 ) -> Clip:
-    """In this process, by the back ends ``names``; ``trying`` is told each before it is tried.
+    """Decode in this process by the back ends ``names``; ``trying(name)`` is called before each.
 
     ``choose`` gives the frames to decode, ``[T]`` ascending; by default ``spec`` does. What ``make`` gives is filled, and
     comes back as the clip's frames.
@@ -86,16 +86,16 @@ def decode_in_process(
             f"Reading video files needs {spec.backend or 'PyAV, decord or torchcodec'}; run: pip install {needed}"
         )
     raise MmaccelError(
-        f"The video {str(path)!r} is broken or no video ({_first_line(error)}); play or convert it first."
+        f"The video {str(path)!r} is not a readable video ({_first_line(error)}); convert it to mp4."
     ) from error
 
 
 class _NoRemedy(MmaccelError):
-    """What no other back end would do better."""
+    """An error that no other back end would avoid."""
 
 
 def _telling(error: Exception | None) -> int:
-    """How much an error says about a video: ours say more than those of the back ends, and refusals nothing."""
+    """Rank of an error by what it says about the video: ours first, then those of back ends, then refusals."""
     if error is None:
         return 0
     return 1 if isinstance(error, NotExactError) else 3 if isinstance(error, MmaccelError) else 2
@@ -121,7 +121,9 @@ def _choose(reader: Reader, path: Path, spec: DecodeSpec) -> np.ndarray:
     seconds = length(times, fps)
     end = seconds if spec.end is None else min(spec.end, seconds)
     if spec.start >= seconds:
-        raise _NoRemedy(f"The video {str(path)!r} is {seconds:.1f} seconds long, and start={spec.start} is behind it.")
+        raise _NoRemedy(
+            f"`start` must be less than the length of the video {str(path)!r}, {seconds:.1f} seconds, got {spec.start}."
+        )
     # the frame that is on show when the stretch begins belongs to it, one that begins when it ends does not
     first, last = shown(times, fps, np.asarray([spec.start, max(spec.start, end - _INSTANT)]))
     inside = np.arange(first, last + 1)
@@ -180,7 +182,7 @@ def parts(indices: list[int], keyframes: np.ndarray, threads: int) -> list[range
 
 
 class _Frames:
-    """What all threads fill; made when the first picture tells its size."""
+    """Output buffer shared by all threads, allocated when the first frame tells its size."""
 
     def __init__(self, count: int, memory: int, path: Path, make: Make) -> None:
         self._count, self._memory, self._path, self._make = count, memory, path, make

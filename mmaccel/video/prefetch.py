@@ -1,4 +1,4 @@
-"""Decoding ahead: several videos at once, which together take no more memory than they may."""
+"""Prefetch: decode several videos at once, ahead of the caller, within a memory limit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .subprocess_decoder import decode_in_subprocess
 
 
 class _CalledOff(BaseException):
-    """Nobody waits for the video any more; no back end's failure."""
+    """Decoding was cancelled; not an error of the video."""
 
 
 @dataclass(frozen=True)
 class _Coming:
-    """A video on its way. ``size``: bytes of its frames, known before they are there; of one that failed, what they were."""
+    """A video that is being decoded. ``size``: bytes of its frames, known before they are decoded."""
 
     number: int
     size: Future[int]
@@ -55,7 +55,7 @@ class Ahead:
         self._coming: deque[_Coming] = deque()
         self._begun, self._depth = 0, 2 * workers + 1
         self._pool = ThreadPoolExecutor(workers)
-        #: what guards all below; told whenever there may be room
+        #: guards all below; notified when memory may be free
         self._room = threading.Condition()
         self._taken: dict[int, int] = {}
         self._turn, self._past = 0, set[int]()
@@ -78,15 +78,15 @@ class Ahead:
         return clip
 
     def full(self) -> bool:
-        """Whether what was handed over is to be let go of before the next clip: together they take more than half of the
-        memory, and the other half is for those behind. It depends on the videos alone, not on which was decoded first."""
+        """Whether the caller must :meth:`release` its clips before the next one: together they take more than half of the
+        memory. It depends on the videos alone, not on which was decoded first."""
         self._fill()
         with self._room:
             held = sum(self._taken.get(number, 0) for number in self._handed)
         return bool(held and self._coming) and held + self._coming[0].size.result() > self._most // 2
 
     def release(self) -> None:
-        """All that was handed over is no longer needed."""
+        """Free the memory of all clips that were handed over."""
         with self._room:
             for number in self._handed:
                 self._taken.pop(number, None)
@@ -94,7 +94,7 @@ class Ahead:
             self._room.notify_all()
 
     def close(self) -> None:
-        """Stop, without waiting for decoders in processes of their own: they are ended."""
+        """Stop; decoders in subprocesses are killed."""
         with self._room:
             self._closed = True
             for process in self._processes.values():
@@ -148,7 +148,7 @@ class Ahead:
                 size.set_result(0)
 
     def _take(self, number: int, size: int, known: Future[int]) -> None:
-        """Wait for the turn of a video, and for room; one that has some, of which another back end begins anew, keeps it."""
+        """Wait for the turn of a video and for memory; a video that has memory already keeps it for the next back end."""
         if not known.done():
             known.set_result(size)
         with self._room:
@@ -177,7 +177,7 @@ def decode_each(
     backend: str | None = None,
     memory: int = 4 * GIB,
 ) -> Iterator[Clip | MmaccelError]:
-    """Several videos at once, in their order; what cannot be decoded comes out as its error, and the rest goes on.
+    """Decode several videos at once, in order; a video that fails yields its error, and the others go on.
 
     Parameters
     ----------
@@ -188,7 +188,7 @@ def decode_each(
     Raises
     ------
     MmaccelError
-        If an option is of no use.
+        If an option is not valid.
     """
     ahead = begin(
         paths,
@@ -215,9 +215,9 @@ def begin(
 ) -> Ahead:
     """:class:`Ahead`, its arguments checked."""
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
-        raise MmaccelError(f"workers={workers!r} decode nothing; give a whole number of 1 or more.")
+        raise MmaccelError(f"`workers` must be a whole number of 1 or more, got {workers!r}.")
     if isinstance(paths, (str, os.PathLike)) or not isinstance(paths, Iterable):
-        raise MmaccelError(f"{str(paths)[:80]!r} is no list of videos; give the paths of several, such as [path].")
+        raise MmaccelError(f"`paths` must be a list of videos, got {str(paths)[:80]!r}; for one video give [path].")
     return Ahead(paths, spec, workers, isolated, check_timeout(timeout))
 
 

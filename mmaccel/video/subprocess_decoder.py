@@ -1,7 +1,7 @@
-"""Decoding in a process of its own, which can be killed.
+"""Decode in a subprocess that can be killed.
 
 A decoder works on what strangers wrote, in C. In a process of its own it may crash, hang or eat memory: the caller gets an
-error about that one video. This is no sandbox against code that takes the process over.
+error about that one video. This is not a sandbox against code that takes the process over.
 
 The parent writes a line of JSON for every video. The child answers with lines of JSON: the back end that it tries, the shape
 of the frames, and when the parent has room for them and says so, each picture, its bytes behind its line, and what it is of.
@@ -50,7 +50,7 @@ _GO = "go"
 
 
 class _Ended(Exception):
-    """The child is gone."""
+    """The child process ended."""
 
 
 class _Child:
@@ -123,7 +123,7 @@ class _Child:
 
 
 class _Clock:
-    """Calls ``stop`` when it has run so many seconds."""
+    """Timer that calls ``stop`` after ``seconds`` of running time; it can be paused."""
 
     def __init__(self, seconds: float, stop: Callable[[], None]) -> None:
         self._left, self._stop = seconds, stop
@@ -163,7 +163,7 @@ def _stop() -> None:
 
 
 def _child(fresh: bool) -> _Child:
-    """One that waits for work and lives, if it need not be a fresh one."""
+    """An idle child that is alive, or a new one."""
     while not fresh:
         with _lock:
             child = _idle.pop() if _idle else None
@@ -241,7 +241,7 @@ def decode_in_subprocess(
 
 
 def serve() -> None:
-    """The child: answers until its standard input ends."""
+    """Run the child: answer jobs until standard input ends."""
     DecordReader.alone = True
     # whatever a library prints must not get between the answers
     answers = os.fdopen(os.dup(1), "wb")
@@ -290,7 +290,7 @@ def serve() -> None:
 
 
 class _Sender(np.ndarray):
-    """Stands for the frames ``[T, H, W, 3]`` in the child, without their memory: what is put there goes to the parent."""
+    """Frames ``[T, H, W, 3]`` of the child without their memory: a frame that is assigned is sent to the parent."""
 
     _answers: IO[bytes]
     _lock: threading.Lock
@@ -310,12 +310,12 @@ class _Sender(np.ndarray):
 
 
 def _alarm(seconds: int) -> int:
-    """End this process in so many seconds, unless told otherwise; how many were left. Windows has no alarm."""
+    """End this process after ``seconds`` (0: never); returns the seconds that were left. Windows has no alarm."""
     return signal.alarm(seconds) if hasattr(signal, "alarm") else 0
 
 
 def _limit(memory: int) -> None:
-    """Bounds what the process may have beside what it has now."""
+    """Limit the memory that this process may allocate from now on."""
     try:
         import resource
     except ImportError:  # there is none on Windows; the size of the frames is bounded all the same
@@ -326,7 +326,7 @@ def _limit(memory: int) -> None:
 
 
 def _held() -> int:
-    """Bytes of data that the process has mapped; none where the system does not tell."""
+    """Bytes of data that this process has mapped; 0 if the system does not tell."""
     try:
         with open("/proc/self/status", encoding="ascii") as status:
             return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))

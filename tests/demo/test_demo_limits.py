@@ -59,17 +59,17 @@ def test_clips(files, monkeypatch):
     monkeypatch.setattr(limits, "FRAME_SIDE", 56)
     assert limits.clip(str(files.mp4), 4).frames.shape == (4, 56, 56, 3)
     refused("no clip; upload", limits.clip, "", 4)
-    refused("is no clip", limits.clip, str(files.png), 4)
+    refused("is not a readable clip", limits.clip, str(files.png), 4)
     refused("cannot be decoded; upload another", limits.clip, str(files.broken_mp4), 4)
 
 
 def test_recipes():
     assert limits.recipe("divprune", 0.5).retain == 0.5
-    assert limits.recipe("kivi", 0.5).retain is None, "a codec drops nothing, so there is no budget to set"
+    assert limits.recipe("kivi", 0.5).retain is None, "a codec drops nothing, so there is not a budget to set"
     text = limits.recipe("holitom").to_json()
     assert limits.recipe(text) == limits.recipe("holitom")
     refused("no recipe 'divprun'", limits.recipe, "divprun")
-    refused("no valid JSON", limits.recipe, "{")
+    refused("not valid JSON", limits.recipe, "{")
     refused("has no option 'speed'", limits.recipe, _stage("divprune", {"speed": 9}))
     refused("at most 20000", limits.recipe, "{" + "x" * 20_000)
     refused("retain", limits.recipe, "divprune", 1.5)

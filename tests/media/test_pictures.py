@@ -234,7 +234,7 @@ def test_what_is_no_picture(tmp_path):
     sentence(tmp_path / "gone.png", "does not exist")
     sentence(tmp_path, "is a folder")
     sentence(b"", "of no known format")
-    sentence("data:image/png;base64,****", "no valid base64")
+    sentence("data:image/png;base64,****", "not valid base64")
     sentence("data:image/png;base64,", "of no known format")
     sentence("data:", "of no known format")
     sentence("https://127.0.0.1:9/a.png", "cannot be loaded")

@@ -662,7 +662,7 @@ def test_earlier_stages_leave_room_for_the_last() -> None:
 def test_an_anchor_is_a_stage_with_a_budget() -> None:
     stages = (Stage("random", 0.5), Stage("snapkv", 0.25))
     for anchor in (1, 2, -1, True, "0"):
-        with pytest.raises(MmaccelError, match="anchor=.* is no stage with a budget"):
+        with pytest.raises(MmaccelError, match="anchor=.* is not a stage with a budget"):
             Recipe("two", stages, anchor=anchor)  # type: ignore[arg-type]
     made = Recipe("two", stages, anchor=0)
     assert Recipe.from_json(made.to_json()) == made and made.primary == 0

@@ -284,13 +284,13 @@ def test_a_recipe_file_may_name_a_damaged_selector(good, tmp_path):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (Path.mkdir, "no regular file"),
-        (os.mkfifo, "no regular file"),
-        (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
+        (Path.mkdir, "not a regular file"),
+        (os.mkfifo, "not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
         (lambda path: path.symlink_to(path.name), "Cannot read the recipe"),
         (lambda path: (path.touch(), os.truncate(path, 1 << 40)), "larger than 4 MiB"),
         (lambda path: path.write_bytes(b"\xff\xfe"), "Cannot read the recipe"),
-        (lambda path: path.touch(), "The recipe is no valid JSON"),
+        (lambda path: path.touch(), "The recipe is not valid JSON"),
         (lambda path: None, "Cannot read the recipe"),
     ],
 )

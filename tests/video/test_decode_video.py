@@ -113,14 +113,14 @@ def test_missing_and_failing_back_ends_fall_to_the_next(kind, monkeypatch):
     for reader in READERS.values():
         monkeypatch.setattr(reader, "modules", ())
         monkeypatch.setattr(reader, "__init__", failing)
-    with pytest.raises(MmaccelError, match=r"h264\.mp4.*is broken or no video \(out of order\)"):
+    with pytest.raises(MmaccelError, match=r"h264\.mp4.*is not a readable video \(out of order\)"):
         decode(kind("h264.mp4"))
 
 
 @pytest.mark.parametrize(
     ("errors", "words"),
     [
-        ((NotExactError("no"), RuntimeError("odd"), RuntimeError("odd")), r"broken or no video \(odd\)"),
+        ((NotExactError("no"), RuntimeError("odd"), RuntimeError("odd")), r"not a readable video \(odd\)"),
         ((MmaccelError("It breaks off."), RuntimeError("odd"), NotExactError("no")), "It breaks off"),
         ((MmaccelError("first"), RuntimeError("odd"), MmaccelError("last")), "last"),
     ],
@@ -307,18 +307,18 @@ def test_decoding_goes_ahead_of_who_asks_but_not_far(kind):
     ("options", "words"),
     [
         ({"frames": None}, "how many frames"),
-        ({"frames": 0}, "frames=0"),
-        ({"frames": 2.5}, r"frames=2\.5"),
-        ({"frames": "8"}, "frames='8'"),
-        ({"fps": True}, "fps=True"),
-        ({"start": float("nan")}, "start=nan"),
-        ({"fps": -1.0}, r"fps=-1\.0"),
-        ({"fps": float("nan")}, "fps=nan"),
-        ({"start": 2.0, "end": 1.0}, "leave nothing"),
+        ({"frames": 0}, "`frames` must be .*got 0"),
+        ({"frames": 2.5}, r"`frames` must be .*got 2\.5"),
+        ({"frames": "8"}, "`frames` must be .*got '8'"),
+        ({"fps": True}, "`fps` must be .*got True"),
+        ({"start": float("nan")}, "`start` must be .*got nan"),
+        ({"fps": -1.0}, r"`fps` must be .*got -1\.0"),
+        ({"fps": float("nan")}, "`fps` must be .*got nan"),
+        ({"start": 2.0, "end": 1.0}, "0 <= start < end, got 2.0 and 1.0"),
         ({"select": "scenes"}, "uniform"),
         ({"select": "keyframes", "fps": 1.0}, "needs frames="),
         ({"backend": "opencv"}, "decord, torchcodec, pyav"),
-        ({"isolated": True, "timeout": 0}, "timeout=0"),
+        ({"isolated": True, "timeout": 0}, "`timeout` must be more than 0 .*got 0"),
     ],
 )
 def test_options_of_no_use_are_refused(kind, options, words):

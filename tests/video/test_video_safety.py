@@ -115,13 +115,13 @@ def test_what_is_no_video(kind, tmp_path):
     sound = tmp_path / "sound.mp4"
     sound.write_bytes(_only_sound(tmp_path))
     for name, words in {
-        "text.mp4": "begins like none",
+        "text.mp4": "unknown header",
         "empty.mp4": "is empty",
-        "one.mp4": "begins like none",
-        "zeros.mp4": "begins like none",
+        "one.mp4": "unknown header",
+        "zeros.mp4": "unknown header",
         "picture.mp4": "is a picture",
         "folder.mp4": "holds no frames",
-        "pipe.mp4": "no regular file",
+        "pipe.mp4": "not a regular file",
         "dangling.mp4": "does not exist",
         "sound.mp4": "no video stream",
     }.items():
@@ -129,7 +129,7 @@ def test_what_is_no_video(kind, tmp_path):
             with pytest.raises(MmaccelError, match=words):
                 decode(tmp_path / name, **options)
     for path in ("", "a\0b.mp4", "/dev/zero"):
-        with pytest.raises(MmaccelError, match="is no"):
+        with pytest.raises(MmaccelError, match="must be a path|is not a regular file"):
             decode(path)
 
 
@@ -410,7 +410,7 @@ def test_png_files_can_still_be_read_by_torchvision(kind, tmp_path):
 
 def test_what_no_other_back_end_would_do_better_is_tried_once(kind):
     tried: list[str] = []
-    with pytest.raises(MmaccelError, match="seconds long"):
+    with pytest.raises(MmaccelError, match="`start` must be less than"):
         decode_in_process(kind("h264.mp4"), DecodeSpec(start=99.0), list(READERS), tried.append)
     assert len(tried) == 1 or not usable(READERS[tried[0]])
 

@@ -54,7 +54,7 @@ class ReducedProcessor:
             for name in (scope, *(given if scope in _SCOPES and isinstance(given, Mapping) else ())):
                 if name not in known and not any(hasattr(part, str(name)) for part in parts):
                     raise MmaccelError(
-                        f"Nothing reads {name!r} in mm_processor_kwargs: it is no option of the model's processor, and "
+                        f"Nothing reads {name!r} in mm_processor_kwargs: it is not an option of the model's processor, and "
                         'mmaccel takes {"mmaccel": {"retain": 0.1}} or {"retain": 0.1}.'
                     )
 

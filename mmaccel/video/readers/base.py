@@ -1,4 +1,4 @@
-"""What a back end is: something that opens a video, says when its frames are shown, and decodes some of them."""
+"""Base of back ends: open a video, list the times of its frames, decode some of them."""
 
 from __future__ import annotations
 
