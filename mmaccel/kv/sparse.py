@@ -69,6 +69,7 @@ class Choices:
     gone : ``[B, 1 or Hkv, P each]`` bool, units that are empty.
     count : ``[B, 1 or Hkv]`` int32, how many are read. most : the largest of them.
     all_there : whether no key is missing in any unit.
+    even : whether that is so, and all rows and heads read as many units and as many other keys.
     everything : whether all are read.
     pages : ``[B, 1 or Hkv, P]`` long, the packed pages that are read as a whole, by their numbers within heads, -1 for none;
         None where keys are not chosen by packed pages. fewer : whether a step may read fewer of them than ``count``.
@@ -82,10 +83,12 @@ class Choices:
     count: Tensor
     most: int
     all_there: bool
+    even: bool
     everything: bool
     each: int = 1
     pages: Tensor | None = None
     fewer: bool = False
+    _read: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def make(index: KeyIndex, rivalry: Rivalry, unit: int, wanted: Wanted, partial: bool = False) -> Choices:
@@ -102,6 +105,7 @@ class Choices:
         chooses = left < size if partial else units < (size + unit - 1) // unit
         told = torch.stack([size, others.sum(-1), units, chooses.long()]).flatten(1).cpu()
         (most_rivals, most_others, most, any_chooses), least = told.amax(1).tolist(), told.amin(1).tolist()
+        all_there = least[0] == most_rivals and most_rivals % unit == 0
         # to whole units
         rated = pad(rivalry.slots(rivals, most_rivals), (0, -most_rivals % unit), value=-1).unflatten(2, (-1, unit))
         return Choices(
@@ -112,7 +116,8 @@ class Choices:
             rated[..., 0] < 0,
             units.int(),
             most,
-            least[0] == most_rivals and most_rivals % unit == 0,
+            all_there,
+            all_there and least[1:3] == [most_others, most],
             not any_chooses,
         )
 
@@ -159,25 +164,36 @@ class Choices:
             units.int(),
             most,
             False,
+            False,
             not any_chooses,
             each,
             number,
             most_keys is not None,
         )
 
-    def chosen(self, picked: Picked) -> ChosenKeys:
-        """What a step reads of what is stored."""
-        return ChosenKeys(self.always, self.rated.unflatten(2, (-1, self.each)).flatten(3), *picked, self.stored)
+    def chosen(self, picked: Picked, total: int | None = None) -> ChosenKeys:
+        """What a step reads of what is stored; of all ``total`` slots where those are known. ``picked`` is what
+        :func:`mmaccel.method.sparse_read.best` found."""
+        units = self.rated if self.each == 1 else self.rated.unflatten(2, (-1, self.each)).flatten(3)
+        if total is None:
+            return ChosenKeys(self.always, units, *picked, self.stored)
+        if total not in self._read:
+            # the same in all layers
+            later = torch.arange(self.stored, total, dtype=torch.int32, device=self.always.device)
+            self._read.clear()
+            self._read[total] = torch.cat([self.always, later.expand(*self.always.shape[:2], -1)], dim=2)
+        return ChosenKeys(self._read[total], units, *picked, total, self.even)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that is kept from step to step."""
-        return [x for x in (self.rated, self.always, self.gone, self.count, self.pages) if x is not None]
+        held = (self.rated, self.always, self.gone, self.count, self.pages, *self._read.values())
+        return [x for x in held if x is not None]
 
     def select(self, rows: Tensor) -> Choices:
         """Keep, repeat or reorder rows of the batch."""
         rows = rows.to(self.rated.device)
         held = {name: getattr(self, name)[rows] for name in ("rated", "always", "gone", "count")}
-        return replace(self, **held, pages=None if self.pages is None else self.pages[rows])
+        return replace(self, **held, pages=None if self.pages is None else self.pages[rows], _read={})
 
 
 @dataclass(frozen=True, eq=False)

@@ -63,6 +63,7 @@ class ReadStep:
     each : consecutive units that are read together, as one is packed with the others; mostly 1.
     count : ``[B, 1 or Hkv]`` int32, how many units, or runs of ``each``, are to be read. most : the largest of them.
     all_there : whether every unit of every row and head has all its keys.
+    even : whether that is so, and all rows and heads read ``most``.
     level : ``[B]``, what :meth:`ReadingPolicy.level` returned for the last prompt; None without a ``window``.
     scaling : the factor of ``q . k`` in attention.
     """
@@ -77,6 +78,7 @@ class ReadStep:
     count: Tensor
     most: int
     all_there: bool
+    even: bool
     level: Tensor | None
     scaling: float
 
@@ -167,7 +169,7 @@ class ReadingPolicy(Policy):
         rows, _, units = step.gone.shape
         ratings = check_tensor(self, "rate()", self.rate(step), "float", (rows, None, units), step.keys)
         if on_host(ratings):
-            check_numbers(self, "rate()", ratings, ~step.gone)
+            check_numbers(self, "rate()", ratings, None if step.all_there else ~step.gone)
         return best(ratings, step), {}
 
     # --- what all of them share -----------------------------------------------------------------------------------
@@ -184,6 +186,10 @@ class ReadingPolicy(Policy):
 def best(ratings: Tensor, step: ReadStep, least: Tensor | None = None) -> Picked:
     """The units of highest ``ratings [B, 1 or Hkv, P]``, of equal ones the first, as many as are to be read; none that is rated
     lower than ``least [B]``."""
+    if step.even and step.each == 1 and least is None and on_host(ratings):
+        # a stable sort, as ``best_units`` has it
+        units = ratings.sort(dim=-1, descending=True, stable=True).indices[..., : step.most].sort(dim=-1).values
+        return Picked(units.int(), step.count.expand(units.shape[:2]))
     gone = None if step.all_there else step.gone
     return Picked(*best_units(ratings, step.count, step.most, each=step.each, gone=gone, least=least))
 

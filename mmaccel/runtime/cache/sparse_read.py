@@ -92,15 +92,23 @@ def read_layer(
     if held.choices.everything:
         return None
     level = None if memory.level is None else memory.level.to(query.device)
-    chosen, carried = _chosen(policy, held, level, query, layer.keys if keys is None else keys, scaling)
-    memory.layers[layer.number] = replace(held, carried=carried)
+    total = None if keys is None else keys.shape[2]
+    chosen, carried = _chosen(policy, held, level, query, layer.keys if keys is None else keys, scaling, total)
+    if carried or held.carried:
+        memory.layers[layer.number] = replace(held, carried=carried)
     return chosen
 
 
 def _chosen(
-    policy: ReadingPolicy, held: LayerRead, level: Tensor | None, query: Tensor, keys: Tensor, scaling: float
+    policy: ReadingPolicy,
+    held: LayerRead,
+    level: Tensor | None,
+    query: Tensor,
+    keys: Tensor,
+    scaling: float,
+    total: int | None = None,
 ) -> tuple[ChosenKeys, Mapping[str, Tensor]]:
-    """What a step reads, and what the next one is to be given."""
+    """What a step reads, of ``total`` slots where the host knows them, and what the next one is given."""
     choices = held.choices
     step = ReadStep(
         query[:, :, 0],
@@ -113,6 +121,7 @@ def _chosen(
         choices.count,
         choices.most,
         choices.all_there,
+        choices.even,
         level,
         scaling,
     )
@@ -124,7 +133,8 @@ def _chosen(
         check_tensor(policy, "pick() (`counts`)", picked.counts, "int32", units.shape[:2], query)
         # behind those that are picked stands the number of all
         check_slots(policy, "pick() (`units`)", units, choices.gone.shape[2] // choices.each + 1)
-    return choices.chosen(picked), carried
+        total = None
+    return choices.chosen(picked, total if query.device.type == "cpu" else None), carried
 
 
 def packed_read(layer: QuantisedLayer, chosen: ChosenKeys) -> Pages | None:
