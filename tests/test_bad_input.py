@@ -600,8 +600,14 @@ DEEP, DIGITS = "[" * 100_000, "1" * 5000
         ('{"name": "x", "stages": [{"method": "divprune", "retain": [1]}]}', "is not a budget"),
         ('{"name": "x", "stages": [{"method": ["divprune"]}]}', "`method` of a stage must be a string"),
         ('{"name": "x", "stages": {}}', "`stages` of a recipe must be a list"),
+        (
+            '{"name": "x"}',
+            "'x' has no stages and would change nothing; give at least one stage, or use the recipe 'none'",
+        ),
+        ('{"name": "x", "stages": [], "text_retain": 0.5}', "'x' has no stages"),
+        ('{"name": "x", "tuned": {}}', "'x' has no stages"),
     ],
-    ids=range(12),
+    ids=range(15),
 )
 def test_text_that_is_no_recipe(text: Any, match: str) -> None:
     refused(lambda: Recipe.from_json(text), match)

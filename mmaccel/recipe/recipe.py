@@ -309,7 +309,8 @@ class Recipe:
         Raises
         ------
         MmaccelError
-            If it is no JSON object, a field is unknown or of the wrong type, or a method does not exist.
+            If it is no JSON object, a field is unknown or of the wrong type, a method does not exist, or no stage is given and
+            it is not ``none``.
         """
         try:
             data = json.loads(text, parse_int=short_int)
@@ -321,6 +322,11 @@ class Recipe:
         data = _fields(data, kind, "recipe")
         stages = [Stage(**_fields(item, Stage, "stage")) for item in data.get("stages", [])]
         recipe = kind(**{**data, "stages": tuple(stages)})
+        if not stages and recipe.name != "none":
+            raise MmaccelError(
+                f"Recipe {recipe.name!r:.40} has no stages and would change nothing; give at least one stage, or use the "
+                "recipe 'none' for the bare model."
+            )
         recipe.build()
         return recipe
 

@@ -708,6 +708,26 @@ def test_a_recipe_in_a_nested_configuration_is_refused(stub):
         configuration(ModelConfig({"text_config": {"mmaccel": ASKED}}))
 
 
+@pytest.mark.parametrize("part", [dict, lambda: SimpleNamespace(hidden_size=8)], ids=["dict", "configuration"])
+def test_a_function_that_sets_a_recipe_in_a_nested_configuration_is_refused(part, stub):
+    def nested(config):
+        held = config.text_config
+        (held if isinstance(held, dict) else vars(held))["mmaccel"] = ASKED
+        return config
+
+    lines, configuration, _ = stub()
+    with pytest.raises(UnsupportedError, match="hf_overrides has mmaccel inside 'text_config'"):
+        configuration(ModelConfig(nested, text_config=part()))
+    assert not lines
+
+
+@pytest.mark.parametrize("overrides", [{}, lambda config: config], ids=["none", "function"])
+def test_the_key_in_a_nested_configuration_of_a_checkpoint_is_ignored_with_a_line(overrides, stub):
+    lines, configuration, _ = stub()
+    config = ModelConfig(overrides, text_config=SimpleNamespace(mmaccel={"recipe": "snapkv"}))
+    assert configuration(config).updated and len(lines) == 1 and "config.json has no effect" in lines[0]
+
+
 def test_vllm_does_not_remember_classes_of_our_architectures(stub):
     """Once a recipe was asked for in a process; before that its cache is its own."""
     stub()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import UnsupportedError
 from ...families.base import slides
 from .architectures import ARCHITECTURES
-from .settings import ASKED, override_of, written_in
+from .settings import ASKED, nested_in, nested_override_of, override_of, written_in
 
 if TYPE_CHECKING:
     from .plan import ServingPlan
@@ -99,14 +99,11 @@ def _verify(vllm_config: Any, problem: str | None) -> None:
             raise UnsupportedError(f"{problem}; install a tested vLLM, or leave mmaccel out of hf_overrides.")
         check(vllm_config)
         return
-    overrides = getattr(model_config, "hf_overrides", None)
-    if isinstance(overrides, Mapping):
-        for name, nested in overrides.items():
-            if isinstance(nested, Mapping) and "mmaccel" in nested:
-                raise UnsupportedError(
-                    f"hf_overrides has mmaccel inside {name!r}, where it has no effect; put it beside {name!r}."
-                )
-    if written_in(model_config) is not None:
+    if (name := nested_override_of(model_config)) is not None:
+        raise UnsupportedError(
+            f"hf_overrides has mmaccel inside {name!r}, where it has no effect; put it beside {name!r}, not into it."
+        )
+    if written_in(model_config) is not None or nested_in(getattr(model_config, "hf_config", None)):
         _log.warning("The key mmaccel in the model's config.json has no effect; only hf_overrides turn a recipe on.")
 
 

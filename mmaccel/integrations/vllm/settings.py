@@ -55,6 +55,41 @@ def written_in(model_config: Any) -> Any:
         return None
 
 
+def nested_in(config: Any) -> list[str]:
+    """The names of the configurations inside ``config``, such as that of the language model, that have the key ``mmaccel``."""
+    try:
+        parts = {name: _keys(part) for name, part in vars(config).items()}
+        return [name for name, part in parts.items() if part.get("mmaccel") is not None]
+    except Exception:
+        # configurations may run code that came with a checkpoint
+        return []
+
+
+def nested_override_of(model_config: Any) -> str | None:
+    """The name of the configuration inside that of the model in which the caller's ``hf_overrides`` wrote ``mmaccel``, where it
+    has no effect; None where they did not."""
+    overrides = getattr(model_config, "hf_overrides", None)
+    if isinstance(overrides, Mapping):
+        found = [name for name, part in overrides.items() if isinstance(part, Mapping) and "mmaccel" in part]
+        return found[0] if found else None
+    if not callable(overrides) or not (names := nested_in(getattr(model_config, "hf_config", None))):
+        return None
+    try:
+        # what a checkpoint has inside is not the caller's
+        without = copy.deepcopy(model_config.hf_config)
+        for name in names:
+            part = getattr(without, name)
+            (part if isinstance(part, dict) else vars(part)).pop("mmaccel", None)
+        names = nested_in(overrides(without))
+    except Exception:
+        return None
+    return names[0] if names else None
+
+
+def _keys(part: Any) -> Mapping[str, Any]:
+    return part if isinstance(part, Mapping) else getattr(part, "__dict__", {})
+
+
 def override_of(model_config: Any) -> Any:
     """What the caller's ``hf_overrides`` say of ``mmaccel``, from vLLM's ``ModelConfig``; None where they say nothing.
 
