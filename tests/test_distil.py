@@ -379,7 +379,7 @@ def test_a_torn_example_is_made_again_once_it_is_deleted(trained):
     path = next((whole.folder / "work" / "training").glob("00001-*.pt"))
     held, name = path.read_bytes(), path.name
     path.write_bytes(held[:1000])
-    with pytest.raises(MmaccelError, match=rf"{name}' is damaged.*; delete it, and it is made again"):
+    with pytest.raises(MmaccelError, match=rf"{name}' is damaged.*; delete it to make it again"):
         train(steps=1)
     path.unlink()
     before = weights(whole.folder)

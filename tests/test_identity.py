@@ -221,10 +221,10 @@ def test_mmaccels_own_code_counts(tmp_path, monkeypatch):
             return read(path) + b"#" * (path == package / "__init__.py")
 
         monkeypatch.setattr(Path, "read_bytes", changed)
-        identity._own_source.cache_clear()
+        identity.code_identity.cache_clear()
         assert code_identity() != first
         monkeypatch.undo()
-        identity._own_source.cache_clear()
+        identity.code_identity.cache_clear()
     assert code_identity() == first
 
 

@@ -671,7 +671,7 @@ def test_two_recipes_of_one_name_are_refused(tmp_path):
 def test_what_is_printed_makes_the_recipe_again(chosen):
     names = {name: getattr(mmaccel, name) for name in ("Recipe", "Stage")}
     assert eval(report.python(chosen), names) == replace(chosen, summary="", paper="")
-    told = report.words(chosen)
+    told = report.describe(chosen)
     for name in ("proportional", "variant", "positions", "text_retain", "anchor"):
         value = getattr(chosen, name)
         assert (f"{name}={value!r}" in told) == (value != getattr(Recipe, name)), told

@@ -36,7 +36,7 @@ class Entrance:
             return
         headers, length = Headers(scope=scope), 0
         refused = None
-        if not allowed_hosts.known(headers.get("host"), self.allowed):
+        if not allowed_hosts.is_allowed(headers.get("host"), self.allowed):
             said = (
                 "This demo is not to be reached by this name; whoever started it can allow it with --allow-host NAME."
             )

@@ -1,4 +1,4 @@
-"""By which names a server on this machine may be asked for."""
+"""The host names that a server accepts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from fnmatch import fnmatchcase
 from urllib.parse import urlsplit
 
 
-def known(header: str | None, allowed: Sequence[str]) -> bool:
-    """Whether a ``Host`` header names this machine: ``localhost``, an address, or one of the ``allowed`` patterns.
+def is_allowed(header: str | None, allowed: Sequence[str]) -> bool:
+    """Whether a ``Host`` header has an accepted name: ``localhost``, an address, or one of the ``allowed`` patterns.
 
-    A page of somebody else's can have its own name point here (DNS rebinding), and would then be read as if it were ours; an
-    address cannot be made to point elsewhere.
+    Other names are refused because of DNS rebinding: a foreign page could make its own name point here.
     """
     name = ""
     try:

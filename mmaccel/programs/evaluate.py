@@ -1,4 +1,4 @@
-"""What a recipe costs in answers: accuracy, loyalty and KL divergence against the unaccelerated model, tokens and bytes kept.
+"""What a recipe changes in answers: accuracy, loyalty and KL divergence against the unaccelerated model, tokens and bytes kept.
 
 >>> from mmaccel.programs.evaluate import Row, ask_suite, evaluate
 >>> rows = [Row("none"), Row("divprune", 0.5), Row("divprune", 0.1)]
@@ -8,10 +8,10 @@
 
 The unaccelerated model (recipe ``none``) writes its greedy answer; then every recipe is run twice on the same inputs:
 
-- *forced*: it is made to write the same answer token by token. Both models then condition every distribution on the same
-  text, so that their KL divergence is defined at every token of the answer, and their caches are as long.
-- *free*: it writes its own greedy answer, which is judged. Questions in whose forced run every token of the answer was the
-  most likely one are not run again, as the answer would be the same.
+- *forced*: the model is made to write the same answer. Both models condition every distribution on the same text, so that the
+  KL divergence is defined at every token of the answer, and the caches are equally long.
+- *free*: the model writes its own greedy answer, which is judged. This is skipped if every token of the answer was the most
+  likely one in the forced run.
 """
 
 from __future__ import annotations
@@ -42,11 +42,8 @@ from ..suite import Item, Sample, is_right, make_suite
 
 @dataclass(frozen=True)
 class Question:
-    """One question of a set. ``load`` reads or draws what it is about; ``expected`` is None where nobody knows.
-
-    ``sample`` says which files ``load`` reads, and ``frames`` how many frames of a video it takes: by these
-    :func:`mmaccel.programs.identity.question_identity` reads files without decoding them.
-    """
+    """One question of a set. ``load`` reads or draws its media; ``expected`` is None if the answer is unknown. ``sample`` (its
+    files) and ``frames`` (of a video) let :func:`mmaccel.programs.identity.question_identity` hash files without decoding."""
 
     name: str
     task: str
@@ -57,7 +54,7 @@ class Question:
 
     @property
     def label(self) -> str:
-        """Where it stands and what it is called, for messages: ``questions.jsonl, line 5, id 'cat'``."""
+        """Its place and name for messages: ``questions.jsonl, line 5, id 'cat'``."""
         where = "" if self.sample is None else self.sample.where
         return self.name if not where else where if where.endswith(self.name) else f"{where}, id {self.name!r}"
 
@@ -106,8 +103,8 @@ def ask_samples(samples: Iterable[Sample], *, frames: int = 16) -> list[Question
 
 
 def ask_folder(folder: str | Path, question: str, *, frames: int = 16) -> list[Question]:
-    """The same question about every picture and every video of a folder, in the order of their names; a folder inside it is a
-    clip of pictures. Raises MmaccelError if there is none."""
+    """The same question about every picture and every video of a folder, in the order of names; a subfolder is a clip. Raises
+    MmaccelError if there is none."""
     found = sorted(path for path in Path(folder).iterdir() if is_media(path))
     if not found:
         raise MmaccelError(f"The folder {str(folder)!r} holds no picture and no video; give another.")
@@ -244,7 +241,7 @@ class Row:
         return total.figures()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data that :meth:`restore` reads back."""
+        """Plain data for :meth:`restore`."""
         return {
             "title": self.title,
             "name": self.name,
@@ -259,7 +256,7 @@ class Row:
         }
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Take over what an earlier run has found about the same recipe."""
+        """Take over the results of an earlier run with the same recipe."""
         self.batches, self.notes, self.failed = int(data["batches"]), list(data["notes"]), list(data["failed"])
         self.tasks = {task: Sums(found["sums"]) for task, found in data["tasks"].items()}
 

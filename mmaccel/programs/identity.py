@@ -1,8 +1,7 @@
-"""Identities by content: digests of recipes, method code, questions, pictures, clips and models.
+"""Digests of recipes, code of methods, questions, media and models, by content.
 
-A result that was saved may be reused only where everything it depends on is the same. Names, titles and paths do not tell:
-a method keeps its name when its code changes, a file when its bytes do. The functions here return hexadecimal digests that
-change with the content.
+A saved result may be reused only where everything that it depends on is the same. Names and paths do not tell that: a method
+keeps its name when its code changes. All functions return hexadecimal digests that change with the content.
 
 >>> from mmaccel.programs.identity import recipe_identity
 >>> from mmaccel.recipe import get_recipe
@@ -32,15 +31,15 @@ from ..method.model_options import Loaded
 from ..recipe import Recipe
 from .bench import provenance
 
-#: seconds after which a reader of files shows how far it has come
+#: seconds after which reading shows a progress bar
 _QUIET = 2.0
 _CHUNK = 8 << 20
-#: files up to this size are hashed whole; larger ones by size, time of change and this much of each end
+#: files up to this size are hashed whole; larger ones by size, time of change and so many bytes of each end
 _WHOLE, _END = 64 << 20, 1 << 20
 _PACKAGE = Path(__file__).parents[1]
-#: options that name a folder which by default lies, under the same name, beside the model's weights
+#: options that name a folder, by default one of the same name next to the model's weights
 _BESIDE = ("selector", "draft")
-#: entries of a class that say nothing of what it does, or not the same in every process
+#: entries of a class that do not change what it does, or differ between processes
 _SILENT = {
     *(
         "__dict__",
@@ -82,9 +81,8 @@ def recipe_parts(recipe: Recipe, model: str | Path | None = None) -> dict[str, s
     parts["recipe"] = digest((recipe, [_fields(method) for _, method in built]))
     for number, (stage, method) in enumerate(built):
         # two stages of one method may name different files
-        label = (
-            stage.method if [s.method for s, _ in built].count(stage.method) == 1 else f"{stage.method} #{number + 1}"
-        )
+        alone = [s.method for s, _ in built].count(stage.method) == 1
+        label = stage.method if alone else f"{stage.method} #{number + 1}"
         parts[f"code of {label}"] = class_identity(type(method))
         if files := list(_files_of(method, model)):
             parts[f"files of {label}"] = digest(files)
@@ -100,20 +98,9 @@ def class_identity(cls: type) -> str:
     return digest(_Code(cls))
 
 
-def code_identity() -> str:
-    """Digest of mmaccel's own source, kernels included; the command line, which changes no result, is left out."""
-    return _own_source()
-
-
-def versions() -> dict[str, str]:
-    """Versions that results depend on: of mmaccel, torch and transformers, and ``code``, the start of
-    :func:`code_identity`."""
-    found = provenance.versions()
-    return {name: found[name] for name in ("mmaccel", "torch", "transformers")} | {"code": code_identity()[:16]}
-
-
 @functools.cache
-def _own_source() -> str:
+def code_identity() -> str:
+    """Digest of mmaccel's own source, kernels included, without the command line, which changes no result."""
     import mmaccel_kernels
 
     found = hashlib.sha256()
@@ -124,6 +111,13 @@ def _own_source() -> str:
     return found.hexdigest()
 
 
+def versions() -> dict[str, str]:
+    """Versions that results depend on: of mmaccel, torch and transformers, and ``code``, the start of
+    :func:`code_identity`."""
+    found = provenance.versions()
+    return {name: found[name] for name in ("mmaccel", "torch", "transformers")} | {"code": code_identity()[:16]}
+
+
 def _fields(value: Any) -> dict[str, Any]:
     """The options of a method, or whatever an object holds."""
     if dataclasses.is_dataclass(value):
@@ -132,7 +126,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _files_of(method: Any, model: str | Path | None) -> Iterator[tuple[str, Any]]:
-    """Names and contents of what the options of a method load."""
+    """Names and digests of files that the options of a method name."""
     for name, value in _fields(method).items():
         if name in _BESIDE and value == "" and model is not None:
             value = str(Path(model) / name)
@@ -142,7 +136,7 @@ def _files_of(method: Any, model: str | Path | None) -> Iterator[tuple[str, Any]
         try:
             there = path.exists()
         except (OSError, ValueError):
-            # a text that is too long for a name, or holds a null
+            # not a path: too long, or with a null
             continue
         if there:
             yield name, path_identity(path, hash_large=False)
@@ -175,7 +169,7 @@ def question_identity(question: Any, hash_media: bool = False) -> str:
 
 
 def _media(path: str | Path, hash_large: bool) -> str | None:
-    """The digest of a picture, a video or a folder of pictures; None where nothing can be read."""
+    """The digest of a picture, a video or a folder of pictures; None if it cannot be read."""
     try:
         return path_identity(path, hash_large)
     except (MmaccelError, ValueError):
@@ -203,7 +197,7 @@ def path_identity(path: str | Path, hash_large: bool = True) -> str:
 
 def _file(path: Path, whole: bool) -> str:
     state = path.stat()
-    # the time of the last change of any kind, which nobody can set, tells within a process whether to read again
+    # ctime, which cannot be set, tells whether a file changed since it was hashed in this process
     touched = state.st_ino, state.st_ctime_ns
     return _hashed(path.resolve(), state.st_size, state.st_mtime_ns, whole or state.st_size <= _WHOLE, touched)
 
@@ -250,7 +244,7 @@ def model_identity(model: Any, processor: Any = None) -> str:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """A configuration without where it was loaded from and by which version it is shown."""
+    """A configuration without its origin and the version of transformers."""
     found = config.to_dict() if hasattr(config, "to_dict") else {}
     return {key: value for key, value in found.items() if key not in ("_name_or_path", "transformers_version")}
 
@@ -265,7 +259,7 @@ def _processor(processor: Any) -> Any:
 
 
 def _sums(weight: torch.Tensor) -> Any:
-    """What a tensor holds: a sum over its words of 8 bytes, each mixed with its place, exact and the same on every device."""
+    """An exact checksum of a tensor, the same on every device: a sum over words of 8 bytes, each mixed with its position."""
     about = str(weight.dtype), tuple(weight.shape)
     whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
     if whole.is_meta or not whole.numel():
@@ -324,14 +318,14 @@ def digests(model: str) -> dict[str, str | None]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those that a model is loaded from: everything at the top but notes for people, and templates and code below."""
+    """The files that a model is loaded from: all at the top but Markdown, and templates and code in subfolders."""
     top = {path for path in folder.iterdir() if path.suffix.lower() != ".md"}
     below = {path for kind in ("*.jinja", "*.py") for path in folder.rglob(kind)}
     return sorted(path for path in top | below if path.is_file() and not path.name.startswith("."))
 
 
 def hub_commit(name: str) -> str | None:
-    """The commit that a hub id stands for; None where nobody knows, which loading the model has a sentence for."""
+    """The commit of a hub id on this machine; None if it is unknown."""
     from transformers.utils.hub import cached_file, extract_commit_hash
 
     try:
@@ -351,7 +345,7 @@ def digest(value: Any) -> str:
     """
     feed = _Feed()
     feed.add(value)
-    # one after the other: modules may use each other in long chains
+    # in a loop: modules may use each other in long chains
     while feed.modules:
         feed.source(feed.modules.pop(0))
     return feed.hash.hexdigest()
@@ -365,15 +359,15 @@ class _Code:
 
 
 class _Feed:
-    """Adds values to one hash, each with a tag of its type and its length, so that no two values read alike."""
+    """Adds values to one hash, each with its type and length, so that different values differ in the hash."""
 
     def __init__(self) -> None:
         self.hash = hashlib.sha256()
-        #: objects that were met, by id; they are held, so that no other object gets the id
+        #: objects that were added, by id; kept, so that no other object gets the id
         self.seen: dict[int, tuple[int, Any]] = {}
-        #: top packages whose modules are followed although they are installed
+        #: installed packages whose modules are followed
         self.packages: set[str] = set()
-        #: modules whose source is still to be added
+        #: modules whose source must still be added
         self.modules: list[types.ModuleType] = []
 
     def _put(self, tag: str, content: bytes | str = b"") -> None:
@@ -389,23 +383,12 @@ class _Feed:
             self._put("int", hex(value))
         elif isinstance(value, float):
             self._put("float", float(value).hex())
-        elif isinstance(value, str):
-            self._put("str", str(value))
+        elif isinstance(value, (str, Path)):
+            self._put("str" if isinstance(value, str) else "path", str(value))
         elif isinstance(value, (bytes, bytearray)):
             self._put("bytes", bytes(value))
-        elif isinstance(value, Path):
-            self._put("path", str(value))
-        elif isinstance(value, (list, tuple)):
-            self._put(f"sequence of {len(value)}")
-            for one in value:
-                self.add(one)
-        elif isinstance(value, (set, frozenset)):
-            self._put("set", "".join(sorted(map(self._apart, value))))
-        elif isinstance(value, Mapping):
-            self._put(f"mapping of {len(value)}")
-            for key, one in sorted(((self._apart(key), one) for key, one in value.items()), key=lambda item: item[0]):
-                self._put("key", key)
-                self.add(one)
+        elif isinstance(value, (list, tuple, set, frozenset, Mapping)):
+            self._container(value)
         elif isinstance(value, torch.Tensor):
             self._put("tensor", repr(_sums(value)))
         elif isinstance(value, (np.ndarray, np.generic)) and value.dtype != object:
@@ -421,15 +404,28 @@ class _Feed:
             self.seen[id(value)] = len(self.seen), value
             self._object(value)
 
+    def _container(self, value: Any) -> None:
+        if isinstance(value, (list, tuple)):
+            self._put(f"sequence of {len(value)}")
+            for one in value:
+                self.add(one)
+        elif isinstance(value, (set, frozenset)):
+            self._put("set", "".join(sorted(map(self._apart, value))))
+        else:
+            self._put(f"mapping of {len(value)}")
+            for key, one in sorted(((self._apart(key), one) for key, one in value.items()), key=lambda item: item[0]):
+                self._put("key", key)
+                self.add(one)
+
     def _apart(self, value: Any) -> str:
-        """The digest of a key or a member of a set, by which these are ordered."""
+        """The digest of a key or of a member of a set, for a stable order."""
         feed = _Feed()
         feed.packages, feed.seen, feed.modules = self.packages, dict(self.seen), self.modules
         feed.add(value)
         return feed.hash.hexdigest()
 
     def _object(self, value: Any) -> None:
-        """Add code, or an object that is no plain data."""
+        """Add code, or another object that is not plain data."""
         if isinstance(value, _Code):
             self._method(value.cls)
         elif isinstance(value, types.ModuleType):
@@ -461,7 +457,7 @@ class _Feed:
 
     # --- code -------------------------------------------------------------------------------------------------
     def _method(self, cls: Any) -> None:
-        """Add a class, its bases, and the modules that they are from."""
+        """Add a class, its bases, and their modules."""
         self.packages.add(cls.__module__.partition(".")[0])
         for base in cls.__mro__:
             if _own(base.__module__) or _follows(base.__module__, self.packages):
@@ -484,7 +480,7 @@ class _Feed:
                 self.add(value)
 
     def _module(self, module: types.ModuleType) -> None:
-        """Add a module by what its code is known by; where it counts itself, its source follows."""
+        """Add a module by its version, or note that its source must be added."""
         name = module.__name__
         self._put("module", name)
         if _own(name):
@@ -521,10 +517,10 @@ class _Feed:
                 # not set yet
                 self._put("empty")
         if _own(module):
-            # what it calls is in mmaccel's own source
+            # code_identity covers what it calls
             return
         if _source(module) is not None and Path(function.__code__.co_filename).exists():
-            # what it calls and reads stands in that file, or in the modules that it uses
+            # the source of its module, which is added, covers what it calls
             self.add(sys.modules[module])
             return
         for name in sorted(set(_names(function.__code__)) & function.__globals__.keys()):
@@ -542,8 +538,8 @@ def _own(module: str) -> bool:
 
 
 def _follows(module: str, packages: set[str]) -> bool:
-    """Whether the code of a module counts: it is of one of ``packages``, or neither mmaccel's, nor the standard library's, nor
-    that of an installed package."""
+    """Whether the source of a module counts: that of ``packages``, and of modules that are not mmaccel's, not of the standard
+    library, and not installed."""
     top = module.partition(".")[0]
     if _own(module):
         return False
@@ -557,13 +553,13 @@ def _installed() -> frozenset[str]:
 
 
 def _source(module: str) -> Path | None:
-    """The file of a module; None in a notebook, in a shell, or for what was made by ``exec``."""
+    """The file of a module; None in a notebook, in a shell, or after ``exec``."""
     path = Path(getattr(sys.modules.get(module), "__file__", None) or "")
     return path if path.suffix == ".py" and path.is_file() else None
 
 
 def _names(code: types.CodeType) -> Iterable[str]:
-    """Names that code, or code inside it, takes from its module."""
+    """Names that code, nested code included, uses of its module."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

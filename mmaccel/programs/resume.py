@@ -1,4 +1,4 @@
-"""What a run must have in common with an earlier one to resume it, and how a batch goes on without an unusable question."""
+"""Settings that a run must share with an earlier one to resume it, and batches without unusable questions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .evaluate import Batch, Question, batches, sentence
 from .identity import code_identity, digest, model_identity, question_identity
 
 T = TypeVar("T")
-#: names of a group that a message lists
+#: members of a group that a message names at most
 _TOLD = 3
 
 
 def run_settings(model: Any, processor: Any, questions: Sequence[Question]) -> dict[str, Any]:
-    """What results of every program depend on, as plain data: the model with its processor, where and how it computes, the
-    content of every question in order, and versions."""
+    """Settings that results of every program depend on, as plain data: model and processor, device, attention, the content of
+    every question in order, and versions."""
     return {
         "model": model_identity(model, processor),
         "device": str(model.device.type),
@@ -33,7 +33,7 @@ def run_settings(model: Any, processor: Any, questions: Sequence[Question]) -> d
 
 
 def shown(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings for a report: of questions and recipes one digest for all."""
+    """Settings for a report, with one digest for all questions and one for all recipes."""
     groups = ("questions", "recipes")
     return {name: digest(value)[:16] if name in groups else value for name, value in settings.items()}
 
@@ -60,7 +60,7 @@ def check_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]
 
 @contextmanager
 def naming_files(remedy: str) -> Iterator[None]:
-    """Raise errors of the file system as a sentence that names the file."""
+    """Turn errors of the file system into MmaccelError with the name of the file."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A video that goes on: frames are pushed as they come, questions are asked at any time, memory stays under a cap."""
+"""Streaming video: frames are pushed as they come, questions asked at any time, and the KV cache stays under a cap."""
 
 from __future__ import annotations
 
@@ -30,35 +30,34 @@ _PER_TOKEN = ("input_ids", "mm_token_type_ids")
 
 
 class VideoSession:
-    """One video and one model.
+    """A video stream for one model.
 
-    Frames are read in stretches; whenever a layer holds more than ``cap_tokens`` keys a head, the policy of the recipe
-    keeps the best of all that is there. Nothing else grows with the length of the video. A question sees what is stored when
-    it is asked and leaves no trace: what it and its answer add is gone afterwards. :meth:`push` and :meth:`ask` do all or
-    nothing: whatever is raised inside, out of memory or from the keyboard, the session is what it was before, and may be
-    given the same again. What was stored before is held until then, which is at most ``cap_tokens`` a head.
+    Frames are read in chunks; whenever a layer holds more than ``cap_tokens`` keys a head, the policy of the recipe evicts
+    keys. Nothing else grows with the length of the video. A question sees the current cache and leaves no trace in it.
+    :meth:`push` and :meth:`ask` do all or nothing: after any exception, out of memory and keyboard interrupts included, the
+    session is as it was before, and may be given the same again. Until then at most ``cap_tokens`` old keys a head are kept
+    as well.
 
     Parameters
     ----------
-    model : a model of a supported family; bare, or accelerated in any way: between the calls it is what it was.
+    model : a model of a supported family, bare or accelerated; it is restored after every call.
     recipe : the name of a cache policy, or a recipe with one. By default ``infinipot-v``, which needs no question.
     processor : the model's processor.
-    cap_tokens : keys each head of a layer may hold, the beginning of the prompt included.
-    fps : frames a second that will be pushed; models that read time stamps are told so.
+    cap_tokens : keys a head of a layer, the beginning of the prompt included.
+    fps : frames a second, for models that read time stamps.
     chunk : frames that are read at once.
 
-    Frames keep their positions, each stretch behind the largest so far. Behind the last position of the model a session ends:
-    :meth:`push` and :meth:`ask` say so, and another session begins anew.
+    Frames keep their positions, each chunk after the largest so far. A session ends at the last position of the model, where
+    :meth:`push` and :meth:`ask` raise an error.
 
-    Sessions of one model in several threads wait for each other. Do not call the model yourself while one works.
+    Sessions of one model in several threads wait for each other. Do not call the model yourself during a call.
 
     Raises
     ------
     MmaccelError
-        If a number is of no use, there is no processor, or the recipe has no policy that evicts.
+        If a number is not allowed, there is no processor, or the recipe has no policy that evicts.
     UnsupportedError
-        If the model is of no supported family, takes no video, or has sliding windows, which count places that a session
-        forgets.
+        If the model is not supported, takes no video, or has sliding windows.
 
     Examples
     --------
@@ -77,8 +76,8 @@ class VideoSession:
         fps: float = 1.0,
         chunk: int = 8,
     ) -> None:
-        self.cap_tokens = _count(cap_tokens, 1, "A session needs cap_tokens")
-        self.chunk = _count(chunk, 2, "A session needs chunk")
+        self.cap_tokens = _count(cap_tokens, 1, "cap_tokens")
+        self.chunk = _count(chunk, 2, "chunk")
         self.fps = as_rate(fps)
         if getattr(processor, "video_processor", None) is None:
             raise UnsupportedError(
@@ -99,12 +98,12 @@ class VideoSession:
     # --- for the user -----------------------------------------------------------------------------------------
     @torch.no_grad()
     def push(self, frames: np.ndarray | Sequence[np.ndarray]) -> None:
-        """The next frames, ``[T, H, W, 3]`` uint8, which are copied; they are read as soon as there are ``chunk`` of them.
+        """Add frames ``[T, H, W, 3]`` uint8, which are copied; they are read as soon as there are ``chunk`` of them.
 
         Raises
         ------
         MmaccelError
-            If they are no frames, or of another size than those before, or the model has no positions left for them.
+            If they are not frames, or of another size than earlier ones, or the model has no positions left for them.
         """
         new = as_frames(frames)
         size = new.shape[1:3]
@@ -118,15 +117,15 @@ class VideoSession:
 
     @torch.no_grad()
     def ask(self, question: str, max_new_tokens: int = 64) -> str:
-        """The answer (greedy) to a question about all that was pushed.
+        """The greedy answer to a question about all frames so far.
 
         Raises
         ------
         MmaccelError
-            If nothing was pushed, the question is none, ``max_new_tokens`` is no number of 1 or more, or the model has no
-            positions left for question and answer.
+            If nothing was pushed, the question is not text, ``max_new_tokens`` is not a whole number of at least 1, or the
+            model has no positions left for question and answer.
         """
-        longest = _count(max_new_tokens, 1, "An answer needs max_new_tokens")
+        longest = _count(max_new_tokens, 1, "max_new_tokens")
         with model_lock(self.model), self._whole():
             if not self._frames and not self._waiting:
                 raise MmaccelError("There is nothing to ask about; push frames first.")
@@ -136,17 +135,17 @@ class VideoSession:
 
     @property
     def frames(self) -> int:
-        """Frames that were read; those that wait for a full stretch are not."""
+        """Frames that were read, without those that wait for a full chunk."""
         return self._frames
 
     def tokens(self) -> int:
-        """The most keys that any head of any layer holds."""
+        """The most keys of any head of any layer."""
         if not self._frames:
             return 0
         return max(len(layer.index) for layer in self._state.layers if not layer.empty)
 
     def nbytes(self) -> int:
-        """Bytes the cache holds."""
+        """Bytes of the cache."""
         return self._state.nbytes() if self._frames else 0
 
     # --- inside -----------------------------------------------------------------------------------------------
@@ -154,12 +153,12 @@ class VideoSession:
         if self._size and self._size != size:
             height, width = self._size
             raise MmaccelError(
-                f"The frames so far are {width} x {height} pixels large, these {size[1]} x {size[0]}; a video has one size, so "
-                "resize them, or begin another session."
+                f"Frames must be {width} x {height} pixels like earlier ones, got {size[1]} x {size[0]}; resize them, or begin "
+                "another session."
             )
 
     def _check_positions(self, tokens: int, new: int = 0) -> None:
-        """Raise where so many ``tokens`` behind what was read, and ``new`` ones, need more positions than the model has."""
+        """Raise MmaccelError if further ``tokens`` and ``new`` ones need more positions than the model has."""
         begin = 0
         if (offset := self._state.offset) is not None:
             ahead = 0 if self._state.ahead is None else int(self._state.ahead.max())
@@ -173,7 +172,7 @@ class VideoSession:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """All of what is done inside, or nothing."""
+        """Restore the session if the block fails."""
         before = {**vars(self), "_waiting": list(self._waiting)}
         restore = self._state.snapshot() if self._frames else None
         try:
@@ -185,7 +184,7 @@ class VideoSession:
             raise
 
     def _answer(self, question: str, longest: int) -> str:
-        # what stands behind the frames of a prompt with this question, whatever the frames are
+        # the tokens after the frames of a prompt with this question
         words = encode(self.processor, [Prompt(question, clip=self._last)])
         probe = encode(self.processor, [Prompt("?", clip=self._last)])
         feed = self._tokens(words, slice(probe["input_ids"].shape[1] - self._tail, None))
@@ -213,7 +212,7 @@ class VideoSession:
         return state
 
     def _streaming(self, prefix: int) -> Recipe:
-        """The recipe with its policy under the cap; nothing leaves before that is reached. The prefix stays."""
+        """The recipe with a policy that evicts nothing below the cap, and nothing of the prefix."""
         stages = list(self._recipe.stages)
         built = [stage.build() for stage in stages]
         at = next(
@@ -226,27 +225,29 @@ class VideoSession:
         policy = built[at]
         assert isinstance(policy, Policy)
         if self.cap_tokens <= prefix:
-            raise MmaccelError(f"cap_tokens={self.cap_tokens} leaves no room beside the {prefix} tokens of the prompt.")
+            raise MmaccelError(
+                f"cap_tokens must be greater than the {prefix} tokens of the prompt, got {self.cap_tokens}."
+            )
         options = {"cap": self.cap_tokens, "joint": True, "sinks": max(policy.sinks, prefix)}
         stages[at] = dataclasses.replace(stages[at], retain=1.0, options={**stages[at].options, **options})
         return dataclasses.replace(self._recipe, stages=tuple(stages))
 
     def _read(self) -> None:
-        """Feed the frames that wait, behind the beginning of the prompt if they are the first."""
+        """Read the waiting frames, after the beginning of the prompt if they are the first."""
         stretch, self._waiting = np.stack(self._waiting), []
         first = self._frames
         self._frames += len(stretch)
         places = list(range(first, self._frames))
         if len(stretch) == 1:
-            # some processors take no clip of one frame
+            # some processors refuse a clip of one frame
             stretch, places = np.concatenate([stretch, stretch]), [first, first]
         clip = Clip(stretch, places, self._frames, self.fps)
         shown = encode(self.processor, [Prompt("?", clip=clip)])
         length = shown["input_ids"].shape[1]
         if not first:
             other, plain = encode(self.processor, [Prompt("!", clip=clip)]), encode(self.processor, [Prompt("?")])
-            self._tail = length - _alike(shown, other)
-            self._prefix = _alike(shown, plain)
+            self._tail = length - _common_prefix(shown, other)
+            self._prefix = _common_prefix(shown, plain)
             self._cache = DynamicCache()
             adopt(self._cache, self._family.depth, None, self._family.recurrent).shared.stream = True
         self._last = Clip(stretch[:2], places[:2], self._frames, self.fps)
@@ -257,7 +258,7 @@ class VideoSession:
             if name not in (*_PER_TOKEN, "attention_mask")
         }
         if not first:
-            # Qwen2.5-Omni places the frames of a prompt only where it comes with a mask
+            # Qwen2.5-Omni needs a mask for the positions of frames
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         with self._accelerated() as model:
             model(**inputs, **pixels, **cache_argument(self._cache), use_cache=True)
@@ -274,8 +275,8 @@ class VideoSession:
         return {name: encoded[name][:, part].to(self.model.device) for name in _PER_TOKEN if name in encoded}
 
 
-def _alike(one: Any, other: Any) -> int:
-    """How many tokens two prompts begin with alike."""
+def _common_prefix(one: Any, other: Any) -> int:
+    """The length of the common beginning of two prompts."""
     width = min(one["input_ids"].shape[1], other["input_ids"].shape[1])
     same = one["input_ids"][0, :width] == other["input_ids"][0, :width]
     return int(same.long().cumprod(0).sum())
@@ -283,5 +284,5 @@ def _alike(one: Any, other: Any) -> int:
 
 def _count(value: Any, least: int, what: str) -> int:
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise MmaccelError(f"{what} >= {least}, a whole number, not {value!r}.")
+        raise MmaccelError(f"{what} must be a whole number of at least {least}, got {value!r}.")
     return int(value)

@@ -148,7 +148,7 @@ def test_what_may_be_asked_for():
     ],
 )
 def test_names_of_this_machine(header, taken):
-    assert allowed_hosts.known(header, ("demo.example.com", "*.hf.space", "box")) is taken
+    assert allowed_hosts.is_allowed(header, ("demo.example.com", "*.hf.space", "box")) is taken
 
 
 def test_room_for_uploads(tmp_path, monkeypatch):

@@ -93,7 +93,7 @@ def test_an_interrupt_says_where_things_stand(
         (["--memory-limit", "0"], "--memory-limit"),
         (["--memory-limit", "nan"], "--memory-limit"),
         (["--time-limit", "-1"], "--time-limit must be greater than 0 seconds, got -1"),
-        (["--frame-method", "nope"], "no frame method 'nope'"),
+        (["--frame-method", "nope"], "got 'nope'"),
         (["--recipe", "nope"], "no recipe 'nope'"),
         (["--set", "nothing=1"], "'nothing'"),
         (["--frame-method", "distinct-frames", "--set", "threshold=300.0"], "threshold=300.0"),

@@ -248,7 +248,7 @@ def test_a_number_without_end_is_a_fault_of_its_line(number: str, tmp_path: Path
     )
     first, bad, last = read_questions(tmp_path / "q.jsonl")
     assert not first.error and not last.error
-    assert bad.error == "q.jsonl, line 2: this is no JSON (a number is too long)."
+    assert bad.error == "q.jsonl, line 2: this is not valid JSON (a number is too long)."
 
 
 class Answers:

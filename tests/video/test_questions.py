@@ -90,7 +90,7 @@ def test_a_line_that_is_no_text_is_a_fault_of_that_line(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     path.write_bytes(b'{"video": "a.mp4", "question": "?"}\n{"video": "\xff.mp4", "question": "?"}\n')
     good, bad = read_questions(path)
-    assert not good.error and bad.error == "q.jsonl, line 2: this is no JSON (no text in UTF-8)."
+    assert not good.error and bad.error == "q.jsonl, line 2: this is not valid JSON (no text in UTF-8)."
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_line_that_is_no_text_is_a_fault_of_that_line(tmp_path: Path) -> None:
 def test_a_file_without_any_question_is_refused_with_what_is_expected(content: str, tmp_path: Path) -> None:
     path = tmp_path / "q.csv"
     path.write_text(content)
-    with pytest.raises(MmaccelError, match=r"holds no question that can be asked .*such as \{.video.: ") as caught:
+    with pytest.raises(MmaccelError, match=r"holds no valid question .*such as \{.video.: ") as caught:
         read_questions(path)
     assert "q.csv, line 1" in str(caught.value) and "\n" not in str(caught.value)
 

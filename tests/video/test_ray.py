@@ -166,7 +166,7 @@ def test_a_worker_tells_everything_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("address", ("nonsense", "ray://127.0.0.1:10001", "127.0.0.1:x", ":1", "127.0.0.1:99999"))
 def test_what_is_no_address(address: str) -> None:
-    with pytest.raises(MmaccelError, match="is no address of a Ray cluster"):
+    with pytest.raises(MmaccelError, match="The address of a Ray cluster must be auto"):
         cluster._reach(address)
 
 
@@ -430,7 +430,7 @@ def test_a_fault_ends_the_run_with_a_sentence(
     monkeypatch.setattr(cluster, "_Worker", Faulty)
     asked = [VideoQuestion("1", "1.mp4", str(questions.parent / "1.mp4"), "what?")]
     with pytest.raises(
-        MmaccelError, match=r"^Ray gave up \(ZeroDivisionError: a fault of ours\); what is answered is kept"
+        MmaccelError, match=r"^Ray gave up \(ZeroDivisionError: a fault of ours\); finished answers are kept"
     ):
         list(ClusterAnswerer(settings(model=str(model))).run(asked))
 

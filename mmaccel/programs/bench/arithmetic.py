@@ -1,10 +1,8 @@
-"""What operations and bytes promise, counted on the model as it runs.
+"""Operations and bytes of a model, counted as it runs, and the speed-ups that they promise.
 
-Operations are multiply-adds times two. Every ``nn.Linear`` counts by the rows it was given, experts by the tokens that were
-sent to them, attention by the pairs of tokens
-that see each other (half a square where it is causal), padding included, since the device does not know it. Norms,
-activations, the patch embedding and selection itself are left out: the first three are small, the last is a cost and no
-promise.
+An operation is a multiply-add times two. Counted are every ``nn.Linear`` by its rows, experts by the tokens that are routed to
+them, and attention by the pairs of tokens that see each other (half a square if causal), padding included. Norms, activations
+and the patch embedding are small and left out; so is selection, which is a cost and no promise.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from ...runtime.cache.sparse_read import first_layer
 
 @dataclass
 class Operations:
-    """Of one prefill. ``vision`` is towers and projectors, ``language`` the language model and its head."""
+    """Operations of a prefill: ``vision`` is towers and projectors, ``language`` the language model and its head."""
 
     vision: float = 0.0
     language: float = 0.0
@@ -51,7 +49,6 @@ def count_operations(model: Any, call: Callable[[], Any]) -> Operations:
             found.vision += spent
 
     def experts(module: Any, args: Any, kwargs: Any) -> None:
-        # every token goes through as many experts as its router chose
         chosen = next(x for x in (*args, *kwargs.values()) if not x.is_floating_point())
         found.language += 2.0 * _one_expert(module) * chosen.numel()
 
@@ -62,7 +59,7 @@ def count_operations(model: Any, call: Callable[[], Any]) -> Operations:
 
     def tower_layer(module: Any, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
-        # towers that pack their pictures say where each begins
+        # packed pictures have their bounds in cu_seqlens
         packed = kwargs.get("cu_seqlens")
         if packed is None and hidden.dim() == 2:
             packed = next(x for x in args[1:] if isinstance(x, Tensor) and x.dim() == 1 and not x.is_floating_point())
@@ -91,7 +88,7 @@ def count_operations(model: Any, call: Callable[[], Any]) -> Operations:
 
 
 def _experts(text: nn.Module) -> list[Any]:
-    """The modules that hold the experts of a layer, whose matrices lie one behind the other."""
+    """The modules that hold the stacked matrices of the experts of a layer."""
     return [module for module in text.modules() if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter)]
 
 
@@ -101,8 +98,8 @@ def _one_expert(module: Any) -> int:
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of weights that every decode step reads: the language model's layers and its head, not the embeddings. Of experts
-    those that one token goes through; a batch goes through more."""
+    """Bytes of weights that every decode step reads: the layers and the head, not the embeddings, and the experts of one
+    token."""
     text = family_of(model).text
     parts = [text.layers, model.lm_head]
     held = sum(p.nbytes for p in {id(p): p for part in parts for p in part.parameters()}.values())
@@ -113,8 +110,8 @@ def weight_bytes(model: Any) -> int:
 
 
 def stored_bytes(cache: Any) -> tuple[int, int]:
-    """Bytes of what a cache has stored, spare room left out: of keys and values as they are stored, and of metadata, which says
-    where they came from and what policies carry."""
+    """Bytes of a cache without spare room: of keys and values as they are stored, and of metadata (their origin, and the state
+    of policies)."""
     state = state_of(cache)
     if state is None:
         layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
@@ -130,7 +127,7 @@ def _once(tensors: Iterable[Tensor]) -> int:
 
 
 def stored_tokens(cache: Any) -> float:
-    """Tokens that a layer of a cache stores, over all rows; the mean of layers and heads where they differ."""
+    """Tokens in a layer of a cache, over all rows; the mean of layers and heads where they differ."""
     state = state_of(cache)
     if state is None:
         held = [layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None]
@@ -141,9 +138,8 @@ def stored_tokens(cache: Any) -> float:
 
 
 def unread_bytes(model: Any, recipe: Recipe, stats: Mapping[str, Any], token: float) -> int:
-    """Bytes of stored keys and values that a step leaves unread where a policy of the ``recipe`` chooses what it reads; what
-    the choice itself reads of them is not counted. A stored ``token`` takes so many bytes in all
-    layers, few where it is packed."""
+    """Bytes of stored keys and values that a decode step does not read because a policy of the ``recipe`` selects keys, whose
+    own reads are not counted. A stored ``token`` takes so many bytes in all layers."""
     depth, spared = len(family_of(model).attending), 0.0
     for _, method in recipe.build():
         if isinstance(method, Policy) and method.recalls:
@@ -154,8 +150,8 @@ def unread_bytes(model: Any, recipe: Recipe, stats: Mapping[str, Any], token: fl
 
 
 def promised_ttft(parts: dict[str, float], bare: Operations, fast: Operations) -> float:
-    """The speed-up of the time to first token that operations promise: the bare run's ``parts`` in seconds, with vision tower
-    and prefill shortened as their operations are and all else as long as it was."""
+    """The speed-up of the time to first token that operations promise: vision tower and prefill of the bare run, in ``parts``
+    of seconds, shrink with their operations."""
     vision = fast.vision / bare.vision if bare.vision else 1.0
     shorter = parts["vision"] * (1 - vision) + parts["prefill"] * (1 - fast.language / bare.language)
     whole = sum(parts.values())
@@ -163,5 +159,5 @@ def promised_ttft(parts: dict[str, float], bare: Operations, fast: Operations) -
 
 
 def promised_decode(weights: int, bare_kv: float, fast_kv: float) -> float:
-    """The speed-up of decoding that bytes promise: a step reads the weights once and the cache of all rows."""
+    """The speed-up of decoding that bytes promise: a step reads the weights and the cache of all rows once."""
     return (weights + bare_kv) / (weights + fast_kv)

@@ -1,4 +1,4 @@
-"""Measuring: bare and accelerated in turn, within one process, from pixels to the last token."""
+"""Measurements from pixels to the last token, bare and accelerated in turn within one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from .arithmetic import (
 from .figures import Spread, ratios, verdict
 from .workloads import ClipFile, Subject, Workload, workload
 
-#: parts of the time to first token, in order; what no part covers is "rest"
+#: parts of the time to first token, in order
 PARTS = ("decoding", "preparation", "vision", "selection", "prefill", "rest")
 #: services one after the other in a closed loop
 ROUNDS = 2
@@ -48,7 +48,7 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclass(frozen=True)
 class Case:
-    """One load: ``batch`` requests that come together; with ``loop`` so many clients in a closed loop."""
+    """One load: a batch of requests, or with ``loop`` so many clients in a closed loop."""
 
     workload: str
     answer: int
@@ -64,8 +64,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured run. Seconds; ``parts`` add up to ``ttft``. Of the cache at its end ``kv`` is what it holds, ``stored`` the
-    keys and values in it, and ``metadata`` what stands beside them, all in bytes; ``tokens`` those in a layer."""
+    """One measured run. Times are in seconds, and ``parts`` add up to ``ttft``; ``decode`` and ``requests`` are per second.
+    Of the cache at the end, ``kv``, ``stored`` (keys and values alone) and ``metadata`` are in bytes, ``tokens`` those of a
+    layer."""
 
     ttft: float
     parts: dict[str, float]
@@ -81,27 +82,27 @@ class Sample:
 
 
 class Stamps:
-    """A streamer that notes when each token has come to the host, and how much of the first one was selection; the first
-    thing it is given is the prompt."""
+    """A streamer that notes when each token reaches the host, and the time of selection before the first one. The prompt comes
+    first."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
         self.selection = 0.0
 
     def put(self, value: Any) -> None:
-        """One more token a row."""
+        """Note the time."""
         self.at.append(time.perf_counter())
         if len(self.at) == 2 and (scope := current()) is not None:
-            # methods that work at every decode step go on adding to it
+            # some methods also select at decode steps
             self.selection = scope.stats.clock.seconds().get("selection", 0.0)
 
     def end(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 @contextmanager
 def parts_of(model: Any, clock: Clock) -> Iterator[None]:
-    """Time the encoders and the first pass through the text model, from outside of whatever mmaccel has put there."""
+    """Time the encoders and the first pass through the text model, hooks of mmaccel included."""
     family = family_of(model)
     inner, device = family.inner, model.device
     passes = [0]
@@ -114,7 +115,7 @@ def parts_of(model: Any, clock: Clock) -> Iterator[None]:
     def leave(*_: Any) -> None:
         if not passes[0]:
             clock.stop("language", begins.pop())
-            # hooks that stay would be in the way of a compiled decode step
+            # hooks would break a compiled decode step
             for handle in handles:
                 handle.remove()
         passes[0] += 1
@@ -127,7 +128,7 @@ def parts_of(model: Any, clock: Clock) -> Iterator[None]:
     def timed(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)  # generate reads the signature
         def features(*args: Any, **kwargs: Any) -> Any:
-            # some families encode clips with the function for pictures
+            # some families encode clips by the function for pictures
             if depth[0]:
                 return original(*args, **kwargs)
             depth[0] += 1
@@ -154,18 +155,15 @@ def parts_of(model: Any, clock: Clock) -> Iterator[None]:
 
 
 class Peak:
-    """The most memory in use since :meth:`reset`.
-
-    On CUDA what tensors held at once, weights included. On Linux the resident set of the process at its highest, which holds
-    Python, libraries and freed pages that the C library keeps as well; elsewhere it is not known.
-    """
+    """The peak of memory since :meth:`reset`: on CUDA of tensors, weights included; on Linux of the resident set of the
+    process, with Python, libraries and freed pages that the C library keeps; elsewhere unknown."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.since_reset = device.type == "cuda"
 
     def reset(self) -> None:
-        """From here on."""
+        """Begin to measure."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -180,7 +178,7 @@ class Peak:
                 self.since_reset = False
 
     def bytes(self) -> int | None:
-        """The peak; None where it cannot be reset or read."""
+        """The peak; None if it cannot be reset or read."""
         if not self.since_reset:
             return None
         if self.device.type == "cuda":
@@ -191,7 +189,7 @@ class Peak:
 
 @dataclass
 class Variant:
-    """One way to run a case: bare (``recipe`` None), perhaps with ``options`` of ``generate``, or with a recipe."""
+    """One way to run a case: bare (no recipe), with ``options`` of ``generate``, or with a recipe."""
 
     title: str
     recipe: Recipe | None = None
@@ -202,7 +200,7 @@ class Variant:
 
 
 class Bench:
-    """One model under all loads."""
+    """Measures one model under several loads."""
 
     def __init__(self, subject: Subject, repeats: int, tell: Callable[[str], None] = lambda line: None) -> None:
         self.subject, self.repeats, self.tell = subject, repeats, tell
@@ -211,7 +209,7 @@ class Bench:
         self._shown: dict[str, tuple[np.ndarray, ClipFile | None]] = {}
 
     def shown(self, name: str) -> tuple[np.ndarray, ClipFile | None]:
-        """Pixels of a workload, and the file they can be read from if it is a clip; the last workload's are kept."""
+        """Pixels of a workload, and the file of a clip; the last workload is cached."""
         if name not in self._shown:
             work = workload(name)
             pixels = self.subject.pixels(work)
@@ -220,7 +218,7 @@ class Bench:
 
     # --- one run ----------------------------------------------------------------------------------------------
     def inputs(self, case: Case, processor: Any) -> tuple[dict[str, Any], dict[str, float]]:
-        """From pixels to what the model is given, on its device, and the seconds of each part."""
+        """Inputs of the model on its device, made from pixels, and the seconds of each part."""
         work: Workload = workload(case.workload)
         pixels, clip = self.shown(case.workload)
         decoding, begin = 0.0, time.perf_counter()
@@ -244,20 +242,20 @@ class Bench:
             torch.cuda.synchronize(self.model.device)
 
     def _put_on(self, variant: Variant) -> tuple[AbstractContextManager[Any], Any]:
-        """The context in which a variant runs, and the processor it needs."""
+        """The context and the processor of a variant."""
         processor = self.subject.processor
         if variant.recipe is None:
             return nullcontext(), processor
         if any(method.site == "frames" for _, method in variant.recipe.build()):
             if not self.subject.prepares:
                 raise UnsupportedError(
-                    f"{variant.recipe.name!r} works on pixels before the processor, and a shape has none; give --model"
+                    f"{variant.recipe.name!r} works before the processor, which a shape does not have; give --model"
                 )
             processor = prepare(processor, variant.recipe)
         return accelerated(self.model, variant.recipe, processor=processor), processor
 
     def service(self, case: Case, processor: Any, **options: Any) -> Sample:
-        """One batch from pixels to the last token, with these ``options`` of ``generate``."""
+        """Run one batch from pixels to the last token, with ``options`` of ``generate``."""
         self._synchronise()
         begin = time.perf_counter()
         inputs, parts = self.inputs(case, processor)
@@ -300,7 +298,7 @@ class Bench:
         )
 
     def once(self, case: Case, variant: Variant) -> Sample:
-        """One sample: a service, or a closed loop of several, whose clock runs through."""
+        """One sample: one batch, or several in a closed loop without a break."""
         context, processor = self._put_on(variant)
         self.peak.reset()
         with context:
@@ -310,22 +308,18 @@ class Bench:
             found = [self.service(case, processor, **variant.options) for _ in range(ROUNDS)]
             wall = time.perf_counter() - begin
         last = found[-1]
-        return Sample(
+        return replace(
+            last,
             ttft=statistics.mean(sample.ttft for sample in found),
             parts={part: statistics.mean(sample.parts[part] for sample in found) for part in PARTS},
             total=wall / ROUNDS,
             decode=None if last.decode is None else statistics.mean(sample.decode or 0.0 for sample in found),
             requests=ROUNDS * case.batch / wall,
             peak=None if last.peak is None else max(sample.peak or 0.0 for sample in found),
-            kv=last.kv,
-            stored=last.stored,
-            metadata=last.metadata,
-            tokens=last.tokens,
-            stats=last.stats,
         )
 
     def warm_up(self, case: Case, variant: Variant) -> None:
-        """Count the operations of a prefill, which also loads kernels and libraries, then run everything once."""
+        """Count the operations of a prefill, which also loads kernels and libraries, then run once."""
         context, processor = self._put_on(variant)
         with context:
             inputs, _ = self.inputs(case, processor)
@@ -338,17 +332,17 @@ class Bench:
     def measure(
         self, case: Case, recipes: Sequence[tuple[str, Recipe]], others: Sequence[Variant] = ()
     ) -> list[dict[str, Any]]:
-        """Rows of one case: the bare model's first, then ``others``. What runs out of memory, or cannot be honoured, says so in
-        its row and is not run again."""
+        """Rows of one case: the bare model, ``others``, recipes. A variant that runs out of memory, or is not supported, has a
+        ``problem`` and is not run again."""
         variants = [Variant("bare"), *others, *(Variant(title, recipe) for title, recipe in recipes)]
         for variant in variants:
             self._attempt(variant, lambda variant=variant: self.warm_up(case, variant))  # type: ignore[misc]
             if variant is variants[0] and variant.problem not in (None, OUT_OF_MEMORY):
-                # no recipe makes a model take what it cannot
+                # recipes cannot run either
                 return [self._row(case, variant, variant)]
         for repeat in range(self.repeats):
             alive = [variant for variant in variants if variant.problem is None]
-            # another one begins each time, so that none always follows the same
+            # in another order each time
             turn = repeat % max(1, len(alive))
             for variant in alive[turn:] + alive[:turn]:
                 self._attempt(
@@ -402,7 +396,7 @@ class Bench:
         return row
 
     def _read(self, variant: Variant) -> dict[str, int]:
-        """Bytes that the last decode step had to read."""
+        """Bytes that the last decode step read."""
         last = variant.samples[-1]
         kv = last.stored
         if variant.recipe is not None:
@@ -414,7 +408,7 @@ _TOKENS = ("prompt_tokens", "visual_tokens", "visual_tokens_kept", "visual_token
 
 
 def why_not(error: Exception, foreign: bool) -> str | None:
-    """Why something cannot be measured, in one line; None if it is a fault. Faults of what is ``foreign`` are results."""
+    """Why something cannot be measured, in one line; None for an unexpected error, unless it is in ``foreign`` code."""
     if isinstance(error, MmaccelError):
         return str(error)
     # the CPU's allocator raises a plain RuntimeError
@@ -424,7 +418,7 @@ def why_not(error: Exception, foreign: bool) -> str | None:
 
 
 def _figures(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Median, spread and samples of every figure that was measured."""
+    """Median, spread and samples of every figure."""
     found: dict[str, list[float | None]] = {
         "ttft_s": [s.ttft for s in samples],
         "decode_tokens_per_s": [s.decode for s in samples],
@@ -446,8 +440,8 @@ def _against(
     full: Operations | None,
     read: tuple[dict[str, int], dict[str, int]],
 ) -> dict[str, Any]:
-    """Ratios to the bare model, pair by pair, what arithmetic promises, and the share of it that came; ``read`` are bytes
-    of a decode step of the bare model and of this one."""
+    """Ratios to the bare model pair by pair, what arithmetic promises, and the share of it that was realised; ``read`` are the
+    bytes of a decode step of the bare model and of this one."""
     assert full is not None
     pairs = list(zip(fast, bare, strict=True))
     speedups = {
@@ -491,7 +485,7 @@ def _reasons(
     weights: int,
     bare_kv: float,
 ) -> list[str]:
-    """Why it did not pay, as far as the parts tell."""
+    """Why there is no speed-up, as far as the parts show it."""
     why = []
     if verdicts["ttft"] != "faster":
         saved = bare["prefill"] + bare["vision"] - fast["prefill"] - fast["vision"]
@@ -506,7 +500,7 @@ def _reasons(
                 f"first token: selection takes {fast['selection'] * 1e3:.1f} ms and saves {max(saved, 0.0) * 1e3:.1f} ms"
             )
         elif verdicts["ttft"] == "slower":
-            why.append("first token: the parts do not tell why")
+            why.append("first token: the parts do not show why")
     if verdicts.get("decode") == "slower":
         if promised["decode"] < 1.1:
             why.append(

@@ -1,7 +1,7 @@
-"""Named workloads, as uint8 pixels, and the way from there to the inputs of a model.
+"""Named workloads as uint8 pixels, and inputs of a model from them.
 
-A shape has no processor, so :class:`ShapeSubject` does itself what a processor does to pixels: resize, normalise, cut into
-tiles or patches, and write as many placeholders as they make tokens. :class:`ModelSubject` leaves that to the processor.
+:class:`ModelSubject` uses the processor of a model. A shape has none: :class:`ShapeSubject` resizes, normalises and cuts pixels
+as a processor does, and writes as many placeholders as they make tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ...families import family_of
 from ...families.tower import EncoderCall
 from .shapes import END, IMAGE, START, VIDEO, WORDS, Shape
 
-#: text tokens before and behind pictures or clip
+#: text tokens before and after pictures or clip
 _BEFORE, _BEHIND = 16, 32
-#: a clip has this many frames for each one that is shown, at this rate
+#: frames of a clip for each one that is shown, and frames a second
 _FRAMES_EACH, _FPS = 4, 8
 #: ids that stand for text such as "Frame 3:" in front of a frame or a tile
 _FRAME_TEXT, _TILE_TEXT = 64, 1024
@@ -34,7 +34,7 @@ _FRAME_TEXT, _TILE_TEXT = 64, 1024
 
 @dataclass(frozen=True)
 class Workload:
-    """What one request shows.
+    """The media of one request.
 
     pictures : how many, square with ``side`` pixels on models as published; 0 for a clip.
     frames : how many are shown of a clip; 0 for pictures.
@@ -68,15 +68,15 @@ def workload(name: str) -> Workload:
 
 
 class Subject(Protocol):
-    """A model, and the way from pixels to its inputs."""
+    """A model, and its inputs from pixels."""
 
     model: Any
     processor: Any
-    #: whether it is a processor that prepares pixels, so that methods at the site ``frames`` can work
+    #: whether there is a processor, which methods of site ``frames`` need
     prepares: bool
 
     def pixels(self, work: Workload) -> np.ndarray:
-        """Pictures or frames ``[n, H, W, 3]`` uint8, as they come from files."""
+        """Pictures or frames ``[n, H, W, 3]`` uint8, as in files."""
 
     def inputs(self, work: Workload, pixels: Sequence[np.ndarray], processor: Any = None) -> dict[str, Tensor]:
         """Inputs of ``generate`` on the CPU for one request an array; ``processor`` may stand in for the model's own."""
@@ -97,7 +97,7 @@ def noise(count: int, height: int, width: int, clip: bool) -> np.ndarray:
 
 
 class ClipFile:
-    """A clip in a temporary file, read as a user's would be; without PyAV to write it nothing is decoded."""
+    """A clip in a temporary file; without PyAV there is none."""
 
     def __init__(self, frames: np.ndarray) -> None:
         self.count, self.path = len(frames), None
@@ -136,7 +136,7 @@ class ModelSubject:
         self.model, self.processor = model, processor
 
     def pixels(self, work: Workload) -> np.ndarray:
-        """A tiled picture is 672 pixels wide; what it makes is up to the processor."""
+        """Pictures or frames; a tiled picture is 672 pixels wide."""
         side = 2 * work.side if work.tiled else work.side
         return noise(work.frames or work.pictures, side, side, bool(work.frames))
 
@@ -159,8 +159,8 @@ class ModelSubject:
 
 # --- a shape ----------------------------------------------------------------------------------------------------------
 class Words:
-    """The tokenizer of a shape: a few ids mean the text that introduces frames and tiles, for families that tell by it which
-    of them belong together."""
+    """The tokenizer of a shape, with a few ids for the text that introduces frames and tiles, by which some families group
+    them."""
 
     all_special_ids = (0, 1, 2, IMAGE, VIDEO, START, END)
 
@@ -181,12 +181,8 @@ class Words:
 
 @dataclass(frozen=True)
 class Shown:
-    """One request on the way to the model.
-
-    runs : placeholders by the text token in front of them, None for none.
-    token : the placeholder's id.
-    tensors : what the processor would give beside ids and mask; rows of a batch are joined along the first axis.
-    """
+    """One request: ``runs`` of placeholders, each with the text token before it or None; the ``token`` of the placeholders; and
+    ``tensors`` as of a processor, which a batch joins along the first axis."""
 
     runs: list[tuple[int | None, int]]
     token: int
@@ -201,7 +197,7 @@ class ShapeSubject:
     def __init__(self, model: Any, shape: Shape) -> None:
         self.model, self.shape = model, shape
         self.kind = family_of(model).name
-        #: whether the tower packs patches of grids that the model is told of, for its positions too
+        #: whether the tower packs patches of grids, which the model reads for positions
         self.packed = self.kind.startswith(("glm", "qwen"))
         self.processor: Any = None
         if self.kind == "internvl":
@@ -225,8 +221,7 @@ class ShapeSubject:
         }[self.kind]
 
     def pixels(self, work: Workload) -> np.ndarray:
-        """Sides are those of the workload, scaled for the small shapes; those of a tiled picture and of frames are the
-        model's."""
+        """Pictures of the size of the workload, scaled for the small shapes; tiled pictures and frames of the model's size."""
         side = round(work.side * self.shape.scale)
         height, width = side, side
         if work.tiled and self.shape.cell:
@@ -258,7 +253,7 @@ class ShapeSubject:
         return ids + list(range(WORDS, WORDS + _BEHIND))
 
     def _tokens(self, modality: str, tensors: dict[str, Tensor]) -> list[int]:
-        """Placeholders of each picture or clip, by the adapter of the family."""
+        """The number of placeholders of each picture or clip, from the adapter of the family."""
         family = family_of(self.model)
         pictures = family.pictures(modality, EncoderCall(tensors), torch.empty(1, 0))  # type: ignore[arg-type]
         return [sum(len(tile) for tile in picture) for picture in pictures]

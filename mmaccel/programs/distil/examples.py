@@ -1,4 +1,4 @@
-"""What a selector learns from: questions as a frozen model reads them, its answers, and which tokens they hang on; on disk."""
+"""Training examples of a selector in files: questions as a frozen model reads them, its answers, and signals of tokens."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ from ...runtime.tower.feature_cache import Remembered
 from ..evaluate import Batch, Question, answer_lengths, batches, inputs_of
 from ..resume import check_settings, without_unusable
 
-#: keeps every token; what is asked of it is the layout
+#: keeps every token, and gives the layout
 _ALL = Recipe("all", (Stage("uniform", 1.0),))
-#: what is left of the weight of every visual key where the effect of each is looked for: among all others at their full
-#: weight no single one would be missed
+#: weight of every visual key for ``effect``: at full weight no single key would make a difference
 _DIMMED = 0.1
 
 Target = Literal["answers", "effect", "attention"]
@@ -39,7 +38,7 @@ Target = Literal["answers", "effect", "attention"]
 
 @dataclass(frozen=True)
 class Read:
-    """Questions with their answers, as the language model is given them: ``B`` rows of ``S`` places, prompt and answer.
+    """Inputs of the language model for questions with their answers: ``B`` rows of ``S`` positions.
 
     embeds : ``[B, S, D]``. positions : ``[..., B, S]`` long. there : ``[B, S]`` bool, what is no padding.
     visual : ``[B, S]`` bool. asked : ``[B, S]`` bool, the text behind the last picture of the prompt.
@@ -56,7 +55,7 @@ class Read:
     shown: Tensor
 
     def at(self, places: Tensor) -> Read:
-        """The places ``[B, k]`` alone; -1 stands for padding."""
+        """Only the places ``[B, k]``; -1 is padding."""
         rows, at, real = torch.arange(len(places), device=places.device)[:, None], places.clamp(min=0), places >= 0
         taken = at if self.positions.dim() == 2 else at.expand(*self.positions.shape[:-2], -1, -1)
         return Read(
@@ -72,7 +71,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Example:
-    """A batch of questions that is trained on together, from one file of the cache.
+    """A batch of questions in one file.
 
     read : prompts and answers.
     row, places, cells, grid : the ``N`` pictures and clips, as in :class:`~mmaccel.core.layout.Units`: the row of each, where
@@ -100,7 +99,7 @@ class Example:
         return self.places >= 0
 
     def shown(self) -> TokenBatch:
-        """What a selector sees of it: the same as when it works."""
+        """The input of the selector, the same as in use."""
         words, there = leftmost(self.read.asked)
         at, seen = self.places.clamp(min=0), self.read.shown if self.read.shown.numel() else self.read.embeds
         features = seen[self.row[:, None], at] * self.valid[..., None]
@@ -116,8 +115,8 @@ class Example:
         )
 
     def narrowed(self, kept: Tensor, residual: Tensor | None = None) -> Read:
-        """What the language model reads when of the pictures only ``kept [N, n]`` stay, padded on the left, ``residual
-        [N, n, D]`` added to each of these."""
+        """Inputs with only the tokens ``kept [N, n]`` of the pictures, padded on the left, to which ``residual [N, n, D]`` is
+        added."""
         read, onto = self.read, (self.row[:, None].expand_as(kept)[kept], self.places[kept])
         if residual is not None:
             values = read.embeds[onto] + residual[kept].to(read.embeds.dtype)
@@ -149,7 +148,7 @@ class Example:
 
     @staticmethod
     def load(path: Path) -> Example:
-        """Read it back; what is not looked at is not read. Raises MmaccelError if it cannot be read."""
+        """Read it back, memory-mapped. Raises MmaccelError if it cannot be read."""
         try:
             data = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             read = {name.removeprefix("read."): data.pop(name) for name in list(data) if name.startswith("read.")}
@@ -165,17 +164,16 @@ def _digest(content: Any, number: int, settings: Mapping[str, Any]) -> str:
 
 
 def _damaged(path: Path) -> MmaccelError:
-    return MmaccelError(f"{str(path)!r} is damaged, or was not made by this training; delete it, and it is made again.")
+    return MmaccelError(f"{str(path)!r} is damaged, or of another training; delete it to make it again.")
 
 
 class Frozen:
-    """A model that is only read: prompts into examples, and examples through the language model once more, with gates.
+    """A frozen model: makes examples of prompts, and runs examples through the language model with gates.
 
     model, processor : as for :func:`mmaccel.accelerate_vlm`; the model must be bare.
-    target : what is noted of every token. ``effect``: how much the logarithm of the answer's probability moves with the
-        weight of the token's keys, for or against, in a picture whose keys have all lost nine tenths of theirs. ``attention``:
-        a signal for every layer, what the token is paid by question and answer, mean over these, the most of all heads.
-        ``answers``: nothing.
+    target : signals of every token. ``effect``: the absolute derivative of the answer's log-probability by the weight of the
+        token's keys, where all visual keys have a tenth of their weight. ``attention``: for every layer, the mean attention of
+        question and answer to the token, of the head with the largest. ``answers``: none.
     """
 
     def __init__(self, model: Any, processor: Any, target: Target) -> None:
@@ -185,7 +183,7 @@ class Frozen:
 
     # --- prompts ----------------------------------------------------------------------------------------------
     def example(self, batch: Batch, longest: int) -> Example:
-        """Ask the model, and note what it read and wrote, and what its answer hangs on."""
+        """Make an example: generate the answers, record inputs and states, and compute the signals."""
         inputs, memory = inputs_of(self.model, self.processor, batch), Remembered()
         check_positions(self.model, _ALL, inputs, longest)
         with torch.no_grad():
@@ -218,7 +216,7 @@ class Frozen:
 
     @contextmanager
     def still(self) -> Iterator[None]:
-        """Gradients go through the model, and none is kept for its weights, which nobody wants."""
+        """Let gradients pass through the model without computing those of its weights."""
         trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         for weight in trained:
             weight.requires_grad_(False)
@@ -233,7 +231,7 @@ class Frozen:
         """``[N, layers, n]``, see the class."""
         paid: list[Tensor] = []
         before = self.text.config._attn_implementation
-        # weights can be seen in this one alone
+        # other implementations do not return weights
         self.text.set_attn_implementation("eager")
         hooks = [
             layer.register_forward_hook(lambda _, __, out: paid.append(self._paid(example, out[1])))
@@ -248,7 +246,7 @@ class Frozen:
         return torch.stack(paid, dim=1)
 
     def _given(self, inputs: Mapping[str, Any], answer: Tensor) -> tuple[dict[str, Any], Layout, Tensor]:
-        """What the text model is called with for prompt and answer, where the pictures are, and its last hidden states."""
+        """Arguments of the text model for prompt and answer, the layout, and the last hidden states."""
         whole = dict(inputs)
         for name, filler in (("input_ids", answer), ("attention_mask", 1), ("mm_token_type_ids", 0)):
             if name in whole:
@@ -296,7 +294,7 @@ class Frozen:
         )
 
     def _paid(self, example: Example, weights: Tensor) -> Tensor:
-        """``[N, n]``: what the tokens of pictures are paid by question and answer, mean over these, the most of all heads;
+        """``[N, n]``: mean attention of question and answer to the tokens of pictures, of the head with the largest, from
         ``weights [B, H, S, S]``."""
         steps = torch.arange(weights.shape[2], device=weights.device)
         answer = (steps >= example.start) & (steps < (example.start + example.lengths)[:, None])
@@ -310,8 +308,7 @@ class Frozen:
 
     # --- once more --------------------------------------------------------------------------------------------
     def states(self, example: Example, read: Read, gates: Tensor | None = None) -> Tensor:
-        """The last hidden states ``[B, T, D]`` that the answers are predicted from, differentiable in ``gates`` and in what is
-        read.
+        """The last hidden states ``[B, T, D]`` that the answers are predicted from, differentiable in ``gates`` and ``read``.
 
         read : the example's, or a part of its places with all text behind the pictures.
         gates : ``[B, S]``, what is added to the logit of every key in every layer and head.
@@ -334,7 +331,7 @@ class Frozen:
             **extra,
         ).last_hidden_state
         steps = example.tokens.shape[1]
-        # the answer is at the end, whatever was left out before it
+        # the answer is at the end
         before = length - (example.read.there.shape[1] - example.start)
         return out[:, before : before + steps]
 
@@ -344,7 +341,7 @@ class Frozen:
 
 
 def _layers(family: Family, given: Mapping[str, Any], embeds: Tensor) -> Tensor:
-    """What layers add, as in :class:`Read`."""
+    """DeepStack features as in :class:`Read`."""
     added = family.deep_features(given)
     if added is None:
         return embeds.new_zeros(0)
@@ -415,7 +412,7 @@ def cached(
 
 
 def _check_note(note: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings where there are none; refuse others."""
+    """Write the settings if there are none, or raise MmaccelError if they differ."""
     remedy = f"delete the folder {str(note.parent)!r}, or give another one with --out (out=)"
     if not note.exists():
         write_whole(note, json.dumps(settings, indent=1).encode() + b"\n")

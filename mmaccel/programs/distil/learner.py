@@ -1,4 +1,4 @@
-"""How a selector learns: step by step, looking at questions that it is not trained on, and going on where it was."""
+"""Training of a selector: steps, early stopping on watched questions, and a state that can be resumed."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from ..resume import check_settings
 from .examples import Example, Frozen
 
 _CLIP = 1.0
-#: bytes of the digest that the file of a state begins with
+#: bytes of the digest at the beginning of a state file
 _SEAL = hashlib.sha256().digest_size
-#: share of the running mean of the weights that every step leaves: single steps are noise, what they have in common is not
+#: decay of the running mean of the weights
 _KEPT = 0.99
-#: steps between two looks at the watched questions; after how many looks that all were worse it ends, and at least this share
-#: of all steps: at the full rate a network may gain nothing for long and gain much once the rate falls
+#: steps between two evaluations of the watched questions; evaluations without improvement, and the share of all steps without
+#: it, after which the training ends: a network may improve late, when the learning rate falls
 _LOOK, _PATIENCE, _SHARE = 100, 20, 0.5
-#: looks whose mean says how good a network is: of many single looks at few questions the best one was lucky
+#: evaluations that are averaged, since the best of many single ones may be luck
 _RECENT = 5
-#: how far above the largest signal of a picture half the range of what is learned begins: signals are learned as logarithms
+#: steepness of the logarithm as which signals are learned
 _STEEP = 100.0
-#: how much the token that most speaks for may outweigh likeness, and by what it is mended in the end
+#: scales of scores against similarity that are tried, and factors of the scores in the end
 _SCALES, _MENDED = (1.5, 3.0, 4.5), (0.7, 1.0, 1.4, 2.0)
-#: batches of watched questions that the language model reads once more to find these
+#: batches of watched questions that decide about these
 _ASKED = 4
-#: budgets that tries take in turn, as multiples of the one that is asked for: what is to be added depends on them
+#: budgets of trials in turn, as multiples of ``retain``, since residuals depend on the budget
 _BUDGETS = (1.0, 1.0, 2.5)
-#: of a step that tries: picks of every picture, an even number, and how far scores are moved for each
+#: trials a step, an even number, and the deviation of their scores
 _TRIES, _MOVED = 8, 0.5
-#: KL below which an answer is as good as kept, and the spread of its logarithm below which trying told nothing
+#: KL below which an answer counts as kept, and the least deviation of its logarithm
 _SAME, _NOTHING = 0.03, 0.2
 
 
 @dataclass
 class State:
-    """How far a training has come: everything that a run which goes on needs.
+    """The state of a training, for resuming it.
 
-    recent : the losses on the watched questions in the last looks. least : their means over as many looks, where they were
-        smallest. since : the step of the network that is kept. log : a line every look.
+    recent : losses on the watched questions in the last evaluations. least : their smallest means. since : the step of the best
+        network. log : a line every evaluation.
     """
 
     step: int = 0
@@ -70,8 +70,8 @@ class State:
 
 @dataclass(frozen=True)
 class Choice:
-    """Pictures and clips that are chosen from: what is seen of them, how many tokens stay (``count [N]``), and what these are
-    worth without the network (``worth [N, n]``)."""
+    """Pictures and clips with the number of tokens to keep (``count [N]``), and the worth of tokens without the network
+    (``worth [N, n]``)."""
 
     shown: TokenBatch
     count: Tensor
@@ -79,12 +79,12 @@ class Choice:
 
     @staticmethod
     def of(example: Example, retain: float) -> Choice:
-        """With a share of the tokens, at least one of each."""
+        """The choice of a share of the tokens, at least one of each picture."""
         shown, count = example.shown(), (example.valid.sum(1) * retain + 0.5).floor().long().clamp(min=1)
         return Choice(shown, count, worths(shown, count))
 
     def by(self, scores: Tensor) -> Tensor:
-        """``[N, n]`` bool: what stays by scores."""
+        """``[N, n]`` bool: the tokens that are kept by scores."""
         return picked(self.worth, scores, self.shown.valid, self.count)
 
     def told(self, network: torch.nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -94,13 +94,10 @@ class Choice:
 
 
 class Learner(ABC):
-    """A selector in training; what it is to learn is a matter of :class:`SignalLearner` and :class:`TrialLearner`.
+    """A selector in training with the examples in the files ``paths``, evaluated on ``watched`` ones. ``state`` is the file
+    of its state; an existing one is resumed."""
 
-    paths : of the examples that are trained on. watched : those that are looked at.
-    state : the file of its state; what it holds of the same training is gone on with.
-    """
-
-    #: of AdamW, until half of the steps are done
+    #: learning rate until half of the steps are done
     rate: ClassVar[float] = 1e-3
 
     def __init__(
@@ -126,7 +123,7 @@ class Learner(ABC):
             "retain": retain,
             "steps": steps,
             "form of its state": [*vars(self.state)],
-            # their names hold digests of their content, and of all that they depend on
+            # names contain digests of content and settings
             "examples": [path.name for path in self.paths],
         }
         self.optimiser = torch.optim.AdamW(self.network.parameters(), lr=self.rate, weight_decay=0.01)
@@ -136,7 +133,7 @@ class Learner(ABC):
             self._resume()
             self.taken_over = self.state.step
         else:
-            self.signal, self.scale = self._found()
+            self.signal, self.scale = self._initial()
 
     # --- how far it has come --------------------------------------------------------------------------------
     def _resume(self) -> None:
@@ -173,14 +170,14 @@ class Learner(ABC):
 
     # --- steps ----------------------------------------------------------------------------------------------
     def run(self, minutes: float | None, tell: Callable[[str, int, int], None]) -> None:
-        """Train until the watched questions lose, or steps or time are at their end."""
+        """Train until the watched questions no longer improve, or steps or time are over."""
         ends = None if minutes is None else time.monotonic() + 60 * minutes
         before, began = self.state.seconds, time.monotonic()
         running: list[float] = []
         while not self.state.ended and (ends is None or time.monotonic() < ends):
             if self.state.step % _LOOK == 0 or self.state.step >= self.steps:
                 self.state.seconds = before + time.monotonic() - began
-                self._look(running)
+                self._evaluate(running)
                 running = []
                 self._save()
                 if self.state.ended:
@@ -190,16 +187,16 @@ class Learner(ABC):
             tell("learning", self.state.step, self.steps)
         self.network.load_state_dict(self.best)
         self.mean.module.load_state_dict(self.best)
-        self._mend()
+        self._scale_scores()
 
     def _step(self) -> float:
-        """One batch; the loss."""
+        """Train on one batch; returns the loss."""
         step = self.state.step
         order = random.Random(step // len(self.paths)).sample(range(len(self.paths)), len(self.paths))
         example = Example.load(self.paths[order[step % len(order)]]).to(self.device)
         for group in self.optimiser.param_groups:
             group["lr"] = self.rate * min(1.0, 0.05 + 2 * (1 - step / self.steps))
-        slope, loss = self._learned(example)
+        slope, loss = self._loss(example)
         self.optimiser.zero_grad()
         slope.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), _CLIP)
@@ -208,16 +205,16 @@ class Learner(ABC):
         return loss
 
     @abstractmethod
-    def _learned(self, example: Example) -> tuple[Tensor, float]:
-        """Of a batch that is trained on: what the network is to descend, and the loss."""
+    def _loss(self, example: Example) -> tuple[Tensor, float]:
+        """The objective of a batch, for its gradient, and the loss."""
 
     @abstractmethod
-    def _found(self) -> tuple[int, float]:
-        """The signal that is learned, and its scale."""
+    def _initial(self) -> tuple[int, float]:
+        """The number of the signal that is learned, and its scale."""
 
     @abstractmethod
     def _watched(self) -> Tensor:
-        """``[losses]`` on the watched questions, the same ones in every look, by which networks are compared."""
+        """``[losses]`` on the watched questions, by which networks are compared."""
 
     # --- looking --------------------------------------------------------------------------------------------
     def asked(self, most: int | None = None) -> Iterator[tuple[Example, Choice]]:
@@ -227,8 +224,8 @@ class Learner(ABC):
             yield example, Choice.of(example, self.retain)
 
     def answered(self, example: Example, kept: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``[B]`` each: KL of the answers with the tokens ``kept [N, n]`` alone, to which ``residual [N, n, D]`` is added, and
-        whether they are other ones."""
+        """``[B]`` each: KL of the answers with only the tokens ``kept [N, n]``, to which ``residual [N, n, D]`` is added, and
+        whether the answers differ."""
         states = self.frozen.states(example, example.narrowed(kept, residual))
         full, mine = self.frozen.logits(example.states), self.frozen.logits(states)
         steps = torch.arange(full.shape[1], device=full.device)
@@ -237,8 +234,7 @@ class Learner(ABC):
 
     @torch.no_grad()
     def lost(self, told: Callable[[Example, Choice], tuple[Tensor, Tensor | None]]) -> tuple[float, float]:
-        """Mean KL of some watched questions by what is told of their tokens, scores and residuals, and the share of answers
-        that are other ones."""
+        """Mean KL of some watched questions with given scores and residuals, and the share of answers that differ."""
         found = []
         for example, choice in self.asked(_ASKED):
             scores, residual = told(example, choice)
@@ -246,8 +242,8 @@ class Learner(ABC):
         kl, other = (torch.cat(part).double().mean() for part in zip(*found, strict=True))
         return float(kl), float(other)
 
-    def _look(self, running: Sequence[float]) -> None:
-        """Note how well it does, keep it unless an earlier one was better, and end where that has long been so."""
+    def _evaluate(self, running: Sequence[float]) -> None:
+        """Evaluate and log; note the network unless an earlier one was better, and end the training if that lasts long."""
         state = self.state
         with torch.no_grad():
             watched = self._watched().tolist()
@@ -266,15 +262,15 @@ class Learner(ABC):
         losses = torch.tensor(state.recent).mean(0)
         if not state.least or losses.mean() < torch.tensor(state.least).mean():
             state.least = losses.tolist()
-        # of those that few questions cannot tell apart, the one that learned longest: within a standard error of the difference
+        # within a standard error of the best the latest network counts
         worse = losses - torch.tensor(state.least)
         if worse.mean() <= worse.std(correction=0) / math.sqrt(len(worse)):
             self.best, state.since = copy.deepcopy(self.mean.module.state_dict()), state.step
         patience = max(_PATIENCE * _LOOK, _SHARE * self.steps)
         state.ended = state.step >= self.steps or state.step - state.since >= patience
 
-    def _mend(self) -> None:
-        """What cannot be told exactly is told too low: scores are multiplied by what keeps the watched answers best."""
+    def _scale_scores(self) -> None:
+        """Multiply scores by the factor that keeps most watched answers, since uncertain scores are too small."""
 
         def lost(factor: float) -> float:
             def told(_: Example, choice: Choice) -> tuple[Tensor, Tensor | None]:
@@ -289,26 +285,26 @@ class Learner(ABC):
 
 
 class SignalLearner(Learner):
-    """One that learns a signal of every token, which was noted when the question was read."""
+    """Learns a signal of every token that was computed when the question was read."""
 
-    def _learned(self, example: Example) -> tuple[Tensor, float]:
+    def _loss(self, example: Example) -> tuple[Tensor, float]:
         choice = Choice.of(example, self.retain)
         loss = self._missed(example, choice.told(self.network)[0])
         return loss, float(loss.detach())
 
     def _missed(self, example: Example, scores: Tensor) -> Tensor:
-        """Mean square of what scores differ from what they are to be, over all tokens."""
+        """Mean square error of scores over all tokens."""
         missed = (scores - self._wanted(example, self.signal, self.scale)).square()
         return missed[example.valid].mean()
 
     def _wanted(self, example: Example, signal: int, scale: float) -> Tensor:
-        """``[N, n]``, what scores are to be: from 0 to ``scale``, by the logarithm of a signal's share of its largest."""
+        """Target scores ``[N, n]`` from 0 to ``scale``: the logarithm of a signal's share of its maximum."""
         found = example.signals[:, signal]
         share = found / found.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         return scale * (1 + _STEEP * share).log() / math.log(1 + _STEEP)
 
-    def _found(self) -> tuple[int, float]:
-        """The signal, and the scale, that keep the answers to watched questions best where they are known exactly."""
+    def _initial(self) -> tuple[int, float]:
+        """The signal and the scale whose exact values keep most watched answers."""
 
         def best(cases: Iterable[tuple[int, float]]) -> tuple[int, float]:
             return min(cases, key=lambda case: self.lost(lambda example, _: (self._wanted(example, *case), None))[0])
@@ -322,18 +318,17 @@ class SignalLearner(Learner):
 
 
 class TrialLearner(Learner):
-    """One that learns from what becomes of the answers.
+    """Learns from the answers.
 
-    Every picture is reduced a few times by scores that are moved at random, in pairs that are moved to opposite sides. How much
-    better or worse than the mean of these the answer was kept is credited to the tokens that were picked then and not always:
-    an evolution strategy in the space of scores with mirrored draws (arXiv 1703.03864), with the choice of tokens as it is in
-    use. Residuals, which no choice stands before, are learned by the gradient of what one of these answers has lost, through
-    the model.
+    Every picture is reduced several times by scores with random noise, in mirrored pairs. How much better or worse than the
+    mean the answer was is credited to the tokens that were kept only then: an evolution strategy in the space of scores
+    (arXiv 1703.03864), with the choice of tokens as it is in use. Residuals are learned by the gradient of one of these
+    answers.
     """
 
     rate = 2e-3
 
-    def _learned(self, example: Example) -> tuple[Tensor, float]:
+    def _loss(self, example: Example) -> tuple[Tensor, float]:
         budget = self.retain * _BUDGETS[self.state.step % len(_BUDGETS)]
         choice = Choice.of(example, budget if budget < 1 else self.retain)
         scores, residual = choice.told(self.network)
@@ -354,13 +349,13 @@ class TrialLearner(Learner):
                 added = _graded(self.answered(example, kept[0], residual)[0]).mean()
             if not added.requires_grad:
                 raise MmaccelError(
-                    "No gradient goes through the language model, as what is added to tokens is learned by; give --select-only "
-                    "(residual=False), or a model whose weights are not quantised."
+                    "No gradient goes through the language model, which residuals need; give --select-only (residual=False), "
+                    "or a model whose weights are not quantised."
                 )
             slope = slope + added
         return slope, float(grades.mean())
 
-    def _found(self) -> tuple[int, float]:
+    def _initial(self) -> tuple[int, float]:
         return 0, 1.0
 
     def _watched(self) -> Tensor:
@@ -372,5 +367,5 @@ class TrialLearner(Learner):
 
 
 def _graded(kl: Tensor) -> Tensor:
-    """What an answer has lost: the logarithm of its KL, of which the smallest differences say nothing."""
+    """The loss of an answer: the logarithm of its KL, cut off where it is small."""
     return (kl + _SAME).log()

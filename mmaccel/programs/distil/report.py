@@ -1,4 +1,4 @@
-"""What a training has come to, as data, as a picture and in words."""
+"""The result of a training as data, picture and text."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ REPORT, PICTURE = "report.json", "report.png"
 
 @dataclass(frozen=True)
 class Distilled:
-    """What a training has made.
+    """The result of a training.
 
-    folder : of the selector. parameters : of it and, as a share, of the model.
-    signal : which one it learned, of a target with several: the layer whose attention it is.
-    log : a line every look at the watched questions.
-    held_out : by budget, the selector, ``balanced`` and ``divprune`` on questions that the training never saw.
+    folder : of the selector. parameters : their number and, as a ``share``, of the model's.
+    signal : the number of the learned signal, with ``attention`` that of the layer.
+    log : a line every evaluation of the watched questions.
+    held_out : the selector, ``balanced`` and ``divprune`` on held-out questions, by budget.
     """
 
     folder: Path
@@ -36,7 +36,7 @@ class Distilled:
 
 
 def figures(found: Mapping[str, Mapping[float, Measurement]]) -> list[dict[str, Any]]:
-    """A line for every recipe and budget: answers kept of those that were asked, with the interval, and KL."""
+    """A line for every recipe and budget: questions, kept answers with their interval, and KL."""
     return [
         {
             "recipe": name,
@@ -64,11 +64,11 @@ def rows(made: Distilled) -> list[list[str]]:
 
 
 def verdict(made: Distilled) -> str:
-    """What was made, in a sentence."""
+    """The result in a sentence."""
     asked = len(next(iter(made.held_out["learned"].values())).kept)
     return (
-        f"A selector of {made.parameters:,} parameters ({100 * made.share:.2g} % of the model's); what it keeps of {asked} "
-        "held-out answers stands above."
+        f"A selector of {made.parameters:,} parameters ({100 * made.share:.2g} % of the model's); the table shows how many of "
+        f"{asked} held-out answers it keeps."
     )
 
 

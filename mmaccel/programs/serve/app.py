@@ -135,7 +135,7 @@ class _AccessControl:
         await _refuse(Request(scope), refused)(scope, receive, counted)
 
     def _refused(self, headers: Headers, path: str) -> Refused | None:
-        if self.allowed is not None and not allowed_hosts.known(headers.get("host"), self.allowed):
+        if self.allowed is not None and not allowed_hosts.is_allowed(headers.get("host"), self.allowed):
             return Refused(
                 403,
                 "The Host header names a host that is not allowed; start the server with --allow-host NAME to allow it.",

@@ -1,4 +1,4 @@
-"""What a search has found, as data, as a picture and as a page."""
+"""The result of a search as data, picture and HTML page."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .evaluate import GOALS, Measurement
 if TYPE_CHECKING:
     from .search import Candidate, Search, Tuned
 
-#: fields of a recipe that change what it does
+#: fields of a recipe that change its effect
 _TYPED = ("stages", "positions", "variant", "text_retain", "anchor", "proportional")
-#: fewer pairs have no rank correlation worth a name
+#: pairs that a rank correlation needs
 _FEWEST_PAIRS = 8
 
 
@@ -34,7 +34,7 @@ def figures(
     generated: Mapping[str, Any] | None,
     confidence: float | None,
 ) -> dict[str, Any]:
-    """Everything that is told, as plain data; ``recipe`` is what its file carries."""
+    """The report as plain data; ``recipe`` is stored in the file of the recipe."""
     recipe: dict[str, Any] = {}
     if chosen is not None and held_out is not None and generated is not None:
         recipe = {
@@ -45,7 +45,7 @@ def figures(
             "share": chosen.measured.share(search.goal),
             "kept": chosen.measured.agreement,
             "asked": len(chosen.measured.kept),
-            "held out": told(held_out),
+            "held out": summary(held_out),
             "held out keeps enough": min(held_out.agreement, generated["loyalty"]) >= search.keep,
             "held out, generated": {name: generated[name] for name in ("questions", "loyalty", "accuracy", "kl")},
             "date": provenance.today(),
@@ -66,8 +66,8 @@ def figures(
     }
 
 
-def told(measured: Measurement) -> dict[str, Any]:
-    """A recipe on some questions, with the interval of what it keeps."""
+def summary(measured: Measurement) -> dict[str, Any]:
+    """A measurement as plain data, with the interval of the kept answers."""
     kept, asked = sum(measured.kept), len(measured.kept)
     return {
         "asked": asked,
@@ -79,9 +79,8 @@ def told(measured: Measurement) -> dict[str, Any]:
 
 
 def proxies(search: Search) -> dict[str, Any]:
-    """Spearman's rank correlation of what the first rung says with the share of answers kept on all questions that were asked
-    later: of the drift of the last hidden state (VFlowOpt's objective), of KL, of the risk that the search adds up from both,
-    and of answers kept; over the recipes that were asked more than the first rung."""
+    """Spearman's rank correlation of measures on the first rung (drift, KL, risk, kept answers) with the share of answers kept
+    on later ones, over the recipes that reached them."""
     pairs = [(rungs[0], sum(rungs[1:], Measurement())) for rungs in search.known.values() if len(rungs) > 1]
     later = [-after.agreement for _, after in pairs]
     found: dict[str, Any] = {"recipes": len(pairs)}
@@ -94,7 +93,7 @@ def proxies(search: Search) -> dict[str, Any]:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """The rank correlation, equal values having the mean of their ranks; None where one never changes."""
+    """The rank correlation with mean ranks of equal values; None if one side is constant."""
     import numpy as np
 
     def ranks(values: Sequence[float]) -> Any:
@@ -113,18 +112,18 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def words(recipe: Recipe) -> str:
-    """All that a recipe does, on one line: its stages with budgets and options, and what holds for all of them."""
+def describe(recipe: Recipe) -> str:
+    """A recipe on one line: its stages with budgets and options, and its settings."""
     return "; ".join([*map(str, recipe.stages), *recipe.settings]) or "none"
 
 
 def python(recipe: Recipe) -> str:
-    """A line of Python that makes an equal recipe of names of :mod:`mmaccel`."""
+    """A line of Python that makes an equal recipe."""
     return repr(Recipe(recipe.name, **{name: getattr(recipe, name) for name in _TYPED}))
 
 
 def verdict(tuned: Tuned) -> str:
-    """What was found, in a few sentences; the last line makes the recipe in Python."""
+    """The result in a few sentences; the last line makes the recipe in Python."""
     what = GOALS[tuned.goal]
     if tuned.chosen is None or tuned.held_out is None or tuned.generated is None:
         return (
@@ -135,7 +134,7 @@ def verdict(tuned: Tuned) -> str:
     low, high = interval(sum(held.kept), asked)
     share = tuned.chosen.measured.share(tuned.goal)
     lines = [
-        f"{words(tuned.chosen.recipe)}: {percent(share)} of {tuned.goal} ({what}), and {percent(held.agreement)} of {asked} "
+        f"{describe(tuned.chosen.recipe)}: {percent(share)} of {tuned.goal} ({what}), and {percent(held.agreement)} of {asked} "
         f"held-out answers kept ({SHOWN:.0%} interval {percent(low)} to {percent(high)}; written token by token "
         f"{percent(tuned.generated)})."
     ]
@@ -149,7 +148,7 @@ def verdict(tuned: Tuned) -> str:
 
 
 def rows(tuned: Tuned) -> list[list[str]]:
-    """The front as a table, its head first; the chosen point has a star."""
+    """The front as a table, the head first; the chosen recipe has a star."""
     head = ["", "recipe", *GOALS, "kept", "KL"]
     body = []
     shown = [*tuned.front, *([tuned.chosen] if tuned.chosen is not None and tuned.chosen not in tuned.front else [])]
@@ -157,7 +156,7 @@ def rows(tuned: Tuned) -> list[list[str]]:
         shares = [percent(one.measured.share(goal)) for goal in GOALS]
         star = "*" if one is tuned.chosen else ""
         kept = percent(one.measured.agreement)
-        body.append([star, words(one.recipe), *shares, kept, f"{one.measured.divergence:.4f}"])
+        body.append([star, describe(one.recipe), *shares, kept, f"{one.measured.divergence:.4f}"])
     return [head, *body]
 
 
@@ -169,7 +168,7 @@ def write(tuned: Tuned, out: Path) -> None:
 
 
 def draw(tuned: Tuned) -> bytes:
-    """All recipes that were asked all questions, the front, the chosen one and what it does to the held-out ones: a PNG."""
+    """A PNG with all recipes that were asked all questions, the front, and the chosen one, also on held-out questions."""
     figure, axes = plots.load_pyplot("tune").subplots(figsize=(7.6, 4.4), layout="constrained")
 
     def place(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
@@ -202,7 +201,7 @@ _STYLE = (
 
 
 def page(tuned: Tuned, picture: bytes, name: str) -> str:
-    """One HTML file with everything in it."""
+    """The report as one HTML file."""
     head, *body = rows(tuned)
     report = tuned.report
     correlations = {key: value for key, value in report["proxies"].items() if key != "recipes" and value is not None}

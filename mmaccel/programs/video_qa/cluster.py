@@ -1,13 +1,12 @@
-"""Video question answering on a Ray cluster: Ray Data streams the questions to workers, each with a model of its own.
+"""Video question answering on a Ray cluster: Ray Data streams questions to workers, each with its own model.
 
 >>> from mmaccel.programs.video_qa.cluster import ClusterAnswerer
 >>> answerer = ClusterAnswerer(settings, "auto")
 >>> for record in answerer.run(questions):
 ...     print(record["id"], record.get("answer", record.get("error")))
 
-A model and videos are sent by name, not by content: every machine must see them, and have the same mmaccel. The questions that
-are answered together are those of a run on one machine, so that the answers are the same. What a lost worker had not finished
-is answered by the one in its place.
+Model and videos are sent by path: every machine must see them, and have the same mmaccel. Questions are batched as in a run on
+one machine, so that the answers are the same. Another worker repeats what a lost worker had not finished.
 """
 
 from __future__ import annotations
@@ -36,30 +35,29 @@ Record = dict[str, Any]
 #: questions, and the names of those among them that are answered already
 Job = tuple[list[VideoQuestion], set[str]]
 
-#: CPUs of a worker: without a GPU those that its model computes on, with one those that feed it
+#: CPUs of a worker, for its model or, with a GPU, for decoding
 _CPUS = 4
-#: windows of questions that a worker is given at a time, so that it decodes ahead; a lost worker costs no more
+#: windows of questions of a job, so that a worker can decode ahead; a lost worker costs no more than a job
 _WINDOWS = 4
-#: jobs for every worker, at least, so that none waits long for the last
+#: jobs for every worker at least, so that none waits long for the last
 _JOBS = 4
 #: seconds for an address to answer
 _PATIENCE = 10.0
-#: how often a start of Ray is tried, for not all of its parts can be told to wait
+#: attempts to start Ray, some of whose parts have fixed timeouts
 _TRIES = 3
-#: what Ray is told where nobody told it otherwise: the run has a progress bar and errors of its own, so that Ray's words stay
-#: in its log files and those of its core unsaid; and on a busy machine its parts wait for each other, minutes if need be
+#: environment variables of Ray, unless they are set: no messages on the terminal, and long timeouts for busy machines
 _RAY = {
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_gcs_server_port_wait_time_s": "300",
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_worker_register_timeout_seconds": "300",
 }
-#: how gRPC begins: the words of HTTP/2 and a frame of settings, which is answered by another
+#: the preface of HTTP/2 with a SETTINGS frame, as gRPC sends it, and the type of the frame that answers it
 _HELLO, _SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", b"\4"
 
 
 class _Worker:
-    """A model in a process of its own. Whatever it tells comes out packed; Ray Data sees no more of it."""
+    """A model in its own process. Its output is pickled text for Ray Data."""
 
     def __init__(self, settings: QASettings) -> None:
         self.told: list[Any] = []
@@ -68,13 +66,13 @@ class _Worker:
         try:
             self.answerer = VideoAnswerer(settings, say=self.told.append)
         except MmaccelError as error:
-            # raised here, Ray would start another worker, and another
+            # an exception here would make Ray start more workers
             self.told.append(error)
             return
         self.answerer.figures.seconds["loading"] += time.perf_counter() - begin
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[str]]]:
-        """Records as they are finished, then the figures of the job."""
+        """Yield records as they are finished, then the figures of the job."""
         ((questions, done),) = map(_unpack, batch["job"])
         if self.answerer is not None:
             try:
@@ -93,7 +91,7 @@ class _Worker:
 
 
 def _pack(thing: Any) -> str:
-    """As text: Ray Data makes C strings of bytes, and those end at the first zero."""
+    """Pickle as text: Ray Data cuts bytes at the first zero."""
     return base64.b64encode(pickle.dumps(thing)).decode()
 
 
@@ -102,17 +100,17 @@ def _unpack(text: str) -> Any:
 
 
 class ClusterAnswerer:
-    """Workers of a Ray cluster that answer questions about videos; used like :class:`.qa.VideoAnswerer`.
+    """Answers questions about videos with workers of a Ray cluster; used like :class:`.qa.VideoAnswerer`.
 
-    There is a worker for every GPU, or for every four CPUs where no machine has a GPU or ``settings.device`` is ``cpu``. This
-    machine is connected to the cluster while :meth:`run` is at work.
+    There is a worker for every GPU, or for every four CPUs if no machine has a GPU or ``settings.device`` is ``cpu``. This
+    machine is connected to the cluster during :meth:`run`.
 
     Parameters
     ----------
     settings : see :class:`mmaccel.programs.video_qa.qa.QASettings`; of several GPUs Ray chooses, so ``device`` names none.
-    address : ``HOST:PORT`` of a cluster that this machine belongs to; ``auto``: the one that runs here, or else one of this
-        machine alone, for as long as the run lasts. A connection that the program has already is used instead.
-    say : told one sentence when something had to be changed, such as the size of batches.
+    address : ``HOST:PORT`` of a cluster that this machine belongs to, or ``auto``: the one that runs here, or else a new one of
+        this machine alone. An existing connection of the program is used instead.
+    say : called with one sentence when something had to change, such as the size of batches.
 
     Attributes
     ----------
@@ -122,7 +120,7 @@ class ClusterAnswerer:
     Raises
     ------
     MmaccelError
-        If there is no Ray, or an argument is of no use.
+        If Ray is not installed, or an argument is not allowed.
     """
 
     def __init__(
@@ -130,8 +128,8 @@ class ClusterAnswerer:
     ) -> None:
         device = settings.device or ""
         if device not in ("", "cpu", "cuda"):
-            raise MmaccelError(f"device={device!r} is not for a cluster; give cpu or cuda, or leave it to the workers.")
-        # a worker has a working directory of its own
+            raise MmaccelError(f"device must be cpu or cuda on a cluster, or left out, got {device!r}.")
+        # workers have other working directories
         folder = Path(settings.model).expanduser()
         model = str(folder.resolve()) if folder.is_dir() else settings.model
         self.settings, self.figures, self._say = dataclasses.replace(settings, model=model), Figures(), say
@@ -140,12 +138,15 @@ class ClusterAnswerer:
             raise MmaccelError("A cluster needs Ray; run: pip install 'mmaccel[ray]'.")
 
     def run(self, questions: Iterable[VideoQuestion], done: Collection[str] = ()) -> Generator[Record, None, None]:
-        """The records of all questions that are not ``done``, as they are finished, each once. Raises MmaccelError if there
-        is no such cluster, the model cannot be loaded or honour the recipe, or workers were lost again and again."""
+        """Yield the records of all questions that are not ``done``, each once, as they are finished.
+
+        Raises MmaccelError if the cluster cannot be reached, the model cannot be loaded or does not support the recipe, or
+        workers were lost again and again.
+        """
         questions, done = list(questions), set(done)
         with _connected(self.address, self._say):
             most, cpus, gpus = _places(self.settings.device)
-            # one pass, unless a job that was begun anew came out in another order
+            # usually one pass; a repeated job may yield in another order
             while jobs := self._jobs(questions, done, most):
                 self.workers = min(most, len(jobs))
                 for told in _stream(self.settings, jobs, self.workers, cpus, gpus):
@@ -160,7 +161,7 @@ class ClusterAnswerer:
                         yield told
 
     def _jobs(self, questions: Iterable[VideoQuestion], done: set[str], workers: int) -> list[Job]:
-        """Whole windows, without those of which nothing is left to answer."""
+        """Jobs of whole windows, without windows that are done."""
         here = os.getcwd()
         windows = []
         for window in self.settings.windows(questions):
@@ -181,15 +182,13 @@ class ClusterAnswerer:
 
 
 def _stream(settings: QASettings, jobs: Sequence[Job], workers: int, cpus: int, gpus: int) -> Iterator[Any]:
-    """What workers tell about jobs, as they tell it.
-
-    Ray Data starts a lost worker and its job anew, as often as it takes, and gives up after half an hour without progress.
-    """
+    """Yield the output of workers. Ray Data restarts lost workers and their jobs, and gives up after half an hour without
+    progress."""
     from ray.data import ActorPoolStrategy, from_items
 
     data = from_items([{"job": _pack(job)} for job in jobs], override_num_blocks=len(jobs))
     data.context.enable_progress_bars = False
-    # a block for everything that is told: nothing waits until there is more
+    # every output is a block of its own, so that none waits for others
     data.context.target_max_block_size = 1
     blocks = data.map_batches(
         _Worker,
@@ -205,13 +204,13 @@ def _stream(settings: QASettings, jobs: Sequence[Job], workers: int, cpus: int, 
             yield from map(_unpack, block["told"])
     except Exception as error:
         raise MmaccelError(
-            f"Ray gave up ({_fault(error)}); what is answered is kept, and the same command goes on."
+            f"Ray gave up ({_fault(error)}); finished answers are kept, and the same command resumes."
         ) from error
 
 
 @contextmanager
 def _connected(address: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Connected to a cluster for the length of the block; ``say`` is told what takes long."""
+    """Connect to a cluster while the block runs; ``say`` is called with what takes long."""
     import ray
     import ray.data
 
@@ -234,14 +233,13 @@ def _connected(address: str, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _join(address: str, say: Callable[[str], None]) -> None:
-    """Connect to a cluster, or start one; what is too slow to start is tried again."""
+    """Connect to a cluster, or start one in several attempts."""
     import ray
 
     for left in reversed(range(_TRIES if address == "auto" else 1)):
         try:
             with _silent():
                 ray.init(
-                    # None: the one that runs here, or else a new one
                     address=None if address == "auto" else address,
                     include_dashboard=False,
                     log_to_driver=False,
@@ -259,7 +257,7 @@ def _join(address: str, say: Callable[[str], None]) -> None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Nothing comes through standard error, from C++ neither."""
+    """Silence standard error, also of C++ code."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -272,11 +270,11 @@ def _silent() -> Iterator[None]:
 
 
 def _reach(address: str) -> None:
-    """See that somebody answers, and in Ray's protocol: Ray itself would try for many minutes."""
+    """Raise MmaccelError if no gRPC server answers; Ray itself would try for many minutes."""
     host, _, port = address.rpartition(":")
     if "/" in address or not host or not port.isdigit() or int(port) > 65535:
         raise MmaccelError(
-            f"{address!r} is no address of a Ray cluster; give auto, or HOST:PORT such as 10.0.0.1:6379."
+            f"The address of a Ray cluster must be auto, or HOST:PORT such as 10.0.0.1:6379, got {address!r}."
         )
     try:
         with socket.create_connection((host, int(port)), timeout=_PATIENCE) as peer:
@@ -285,7 +283,7 @@ def _reach(address: str) -> None:
             peer.sendall(_HELLO)
             # the fourth byte of a frame is its kind
             if peer.recv(9)[3:4] != _SETTINGS:
-                raise OSError("it speaks no gRPC")
+                raise OSError("not a gRPC server")
     except OSError as error:
         raise MmaccelError(
             f"No Ray cluster answers at {address!r} ({error.strerror or _first(error)}); see 'ray status' on its machines."
@@ -293,14 +291,14 @@ def _reach(address: str) -> None:
 
 
 def _places(device: str | None) -> tuple[int, int, int]:
-    """Workers that fit on the cluster, and CPUs and GPUs of each."""
+    """The number of workers that fit on the cluster, and CPUs and GPUs of each."""
     import ray
 
     have = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     cpus = [int(node.get("CPU", 0)) for node in have]
     gpus = [int(node.get("GPU", 0)) for node in have]
     if any(gpus) and device != "cpu":
-        # as many CPUs as there are for a GPU where they are scarcest
+        # the CPUs per GPU of the machine that has fewest
         return sum(gpus), min(_CPUS, *(c // g for c, g in zip(cpus, gpus, strict=True) if g)), 1
     if device == "cuda":
         raise MmaccelError("The cluster has no GPU; leave out the device cuda, or add a machine that has one.")
@@ -309,11 +307,11 @@ def _places(device: str | None) -> tuple[int, int, int]:
 
 
 def _fault(error: BaseException) -> str:
-    """What went wrong in a worker, by the line below the traceback that Ray carries along; else the first line."""
+    """The error in a worker: the line below the traceback that Ray reports, or else the first line."""
     below = re.search(r"^[A-Za-z_][\w.]*(: .+)?$", str(error), re.MULTILINE)
     return below[0].rstrip(".") if below else f"{type(error).__name__}: {_first(error)}"
 
 
 def _first(error: BaseException) -> str:
-    """The first line of what an error says."""
+    """The first line of an error."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

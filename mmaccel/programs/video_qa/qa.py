@@ -1,11 +1,11 @@
-"""Video question answering in bulk: frames are decoded ahead while the model answers batches.
+"""Bulk video question answering: the next videos are decoded while the model answers.
 
 >>> from mmaccel.programs.video_qa.qa import answer_videos
 >>> for record in answer_videos("questions.jsonl", model, processor, recipe="holitom", retain=0.15):
 ...     print(record["id"], record.get("answer", record.get("error")))
 
-Several questions of one video are answered from one prefill of it where the recipe allows: the beginning of the prompt, up to
-the video, is read once, and every question goes on from what the cache then holds. A question leaves no trace in it.
+Several questions of one video are answered from one prefill where the recipe allows it: the beginning of the prompt, up to the
+video, is read once, and every question continues from that cache, which is restored afterwards.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Record = dict[str, Any]
 
 #: questions at a time that ``auto`` begins with
 _AUTO = 8
-#: a method that chooses frames has so many times as many to choose from
+#: a method that chooses frames chooses from so many times as many
 _DENSER = 4
 #: inputs that have an entry for every token of the prompt
 _PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
@@ -56,13 +56,13 @@ _PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
 
 @dataclass(frozen=True)
 class QASettings:
-    """What answers depend on, and how they are come by; plain data that can be sent to another process.
+    """Settings of a run, as plain data that can be sent to another process.
 
     Parameters
     ----------
     model : a folder or a hub id.
-    recipe : how the model is accelerated.
-    frames : frames of a video that the model is shown, or all of a shorter one.
+    recipe : of the model.
+    frames : frames of a video that the model sees, or all of a shorter one.
     frame_method : ``uniform``, evenly spaced; ``keyframes``, those of the container first; or a method of site ``frames``
         that chooses, such as ``scene-frames``, out of four times as many evenly spaced ones.
     frame_options : options of that method.
@@ -70,13 +70,13 @@ class QASettings:
     batch_size : questions at a time; ``auto`` begins with 8 and halves when memory does not suffice.
     device, dtype, attn, trust_remote_code : as for :func:`mmaccel.families.load.load_model`.
     timeout : seconds that decoding a video may take.
-    memory : bytes that the decoded frames of all videos may take that are held at a time; one that takes more alone fails.
-        Where little fits, fewer questions are answered together.
+    memory : limit of the decoded frames that are held at a time, in bytes; a video that takes more alone fails. Where little
+        fits, fewer questions are answered together.
 
     Raises
     ------
     MmaccelError
-        If a value is of no use.
+        If a value is not allowed.
     """
 
     model: str
@@ -101,24 +101,24 @@ class QASettings:
             if (name, value) != ("batch_size", "auto") and (
                 not isinstance(value, int) or isinstance(value, bool) or value < 1
             ):
-                raise MmaccelError(f"{name}={value!r} answers nothing; give a whole number of 1 or more.")
+                raise MmaccelError(f"{name} must be a whole number of at least 1, got {value!r}.")
         check_timeout(self.timeout)
         self.decode_spec()
 
     def decode_spec(self) -> DecodeSpec:
-        """What is decoded of a video."""
+        """Which frames of a video are decoded."""
         denser = 1 if self.chooser() is None else _DENSER
         select: Select = "keyframes" if self.frame_method == "keyframes" else "uniform"
         return DecodeSpec(self.frames * denser, select=select, threads=1, memory=self.memory)
 
     def chooser(self) -> FrameChoice | None:
-        """The method that chooses frames, if it is one."""
+        """The method that chooses frames, if ``frame_method`` is one."""
         if self.frame_method in ("uniform", "keyframes"):
             return None
         choosing = [name for name, found in methods().items() if issubclass(found, FrameChoice)]
         if self.frame_method not in choosing:
             raise MmaccelError(
-                f"There is no frame method {self.frame_method!r}; use uniform, keyframes, {', '.join(choosing)}."
+                f"frame_method must be uniform, keyframes, {', '.join(choosing)}, got {self.frame_method!r}."
             )
         built = self._choice().stages[0].build()
         assert isinstance(built, FrameChoice)
@@ -126,14 +126,12 @@ class QASettings:
 
     @property
     def most(self) -> int:
-        """Questions at a time that a run begins with."""
+        """Questions at a time at the beginning."""
         return _AUTO if self.batch_size == "auto" else self.batch_size
 
     def windows(self, questions: Iterable[VideoQuestion]) -> Iterator[list[list[VideoQuestion]]]:
-        """Videos with their questions, as many as are decoded before batches are made of them.
-
-        This alone fixes which questions are answered together, whatever happens later and in whichever process.
-        """
+        """Videos with their questions, as many as are decoded before batches are made of them. Only this decides which
+        questions are answered together, in one process or in several."""
         window: list[list[VideoQuestion]] = []
         for group in by_video(questions):
             window.append(group)
@@ -144,16 +142,16 @@ class QASettings:
             yield window
 
     def identity(self) -> Record:
-        """What a run must have in common with another to be mixed with it; see :class:`.answers.AnswerFile`. Raises
+        """What a run must have in common with an earlier one to resume it, see :class:`.answers.AnswerFile`. Raises
         MmaccelError if the files of the model cannot be read."""
-        # what a question with choices is asked, whatever they are
+        # the template of a question with choices
         asked = VideoQuestion("", question="...", choices=("...", "...")).words()
         return {
-            # a folder is known by what it holds, wherever it lies
+            # digests identify a folder, not its path
             "model": Path(self.model).resolve().name if Path(self.model).is_dir() else self.model,
             **digests(self.model),
             "dtype": self.dtype,
-            "device": self._device(),
+            "device": self.device.partition(":")[0] if self.device else "cuda" if torch.cuda.is_available() else "cpu",
             "attn": self.attn or "default",
             "trust_remote_code": self.trust_remote_code,
             "recipe": dataclasses.asdict(self.recipe),
@@ -167,19 +165,13 @@ class QASettings:
             **versions(),
         }
 
-    def _device(self) -> str:
-        """The kind of device, by which ``dtype="auto"`` and roundings differ."""
-        if self.device is not None:
-            return self.device.partition(":")[0]
-        return "cuda" if torch.cuda.is_available() else "cpu"
-
     def _choice(self) -> Recipe:
-        """The method that chooses frames, as a recipe of its own."""
+        """The method that chooses frames, as a recipe."""
         return Recipe(f"frames by {self.frame_method}", (Stage(self.frame_method, 1.0, self.frame_options),))
 
 
 def _parts(recipe: Recipe, model: str) -> dict[str, str]:
-    """What :func:`.identity.recipe_parts` says, under names that tell recipes apart."""
+    """:func:`.identity.recipe_parts` under names that include the recipe's."""
     return {f"{name} of {recipe.name!r}": part for name, part in recipe_parts(recipe, model).items()}
 
 
@@ -238,34 +230,33 @@ class Figures:
 
 
 def needs_own_prefill(recipe: Recipe) -> str | None:
-    """Why every question needs a prefill of its own under a recipe; None where one of the video serves all.
+    """Why every question needs its own prefill with a recipe; None if one prefill of the video is enough.
 
-    One serves all where nothing of the video depends on the question behind it: methods before the language model that do
-    not look at the question. Methods inside it, cache policies and codecs see the question, or would let it see something
-    else than in a call of ``generate``.
+    One is enough if nothing of the video depends on the question: with methods before the language model that do not look at
+    the question. Methods inside it, cache policies and codecs see the question, or would make a difference to ``generate``.
     """
     for _, method in recipe.build():
         if getattr(method, "needs_question", False):
             return f"{method.name} looks at the question"
         if not isinstance(method, (FramesMethod, PatchMethod, EncoderMethod, ReuseMethod, ProjectorMethod)):
             return f"{method.name} works while the question is read"
-    return "positions='paper' renumbers what stands before the question" if recipe.positions == "paper" else None
+    return "positions='paper' changes the positions before the question" if recipe.positions == "paper" else None
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """A clip, and the places ``stay`` of its frames that the model is shown; they are copied when it reads them, not before."""
+    """A clip, and the numbers ``stay`` of the frames that the model sees; they are copied when it reads them."""
 
     clip: Clip
     stay: list[int]
 
     @property
     def indices(self) -> list[int]:
-        """Which of the video's frames they are."""
+        """Their numbers in the video."""
         return [self.clip.indices[i] for i in self.stay]
 
     def cut(self) -> Clip:
-        """These frames."""
+        """The clip with these frames."""
         if self.stay == list(range(len(self.clip.frames))):
             return self.clip
         frames, times = self.clip.frames[self.stay], self.clip.timestamps[self.stay]
@@ -277,13 +268,12 @@ Batch = list[tuple[list[VideoQuestion], _Shown]]
 
 @dataclass(frozen=True)
 class _Prefix:
-    """The beginnings of ``V`` prompts up to their videos' ends, as a cache holds them.
+    """A cache with the beginnings of ``V`` prompts up to the end of their videos.
 
     ids, mask : ``[V, P]``, padded on the left.
-    follows : ``[1, V]``, with M-RoPE ``[3, V]``: the position of the first token behind each.
+    follows : ``[1, V]``, with M-RoPE ``[3, V]``: the position of the first token after each.
     visual, kept : ``[V]``, visual tokens, and those of them that reach the last layer.
-    behind : ``[V, T]``, what stood behind it in the prompt of the first question. first : ``[n]``, what stands there behind
-        some other video.
+    behind : ``[V, T]``, the tokens after it in the prompt of the first question. first : ``[n]``, the same after another video.
     """
 
     cache: DynamicCache
@@ -298,13 +288,13 @@ class _Prefix:
 
 
 class VideoAnswerer:
-    """A model that answers questions about videos; one for every process that does so.
+    """A model that answers questions about videos.
 
     Parameters
     ----------
     settings : see :class:`QASettings`.
-    model, processor : if they are loaded already; the model is left as it came.
-    say : told one sentence when something had to be changed, such as the size of batches.
+    model, processor : if they are loaded already; the model is restored afterwards.
+    say : called with one sentence when something had to change, such as the size of batches.
 
     Raises
     ------
@@ -336,17 +326,17 @@ class VideoAnswerer:
         self.model, self.processor = model, processor
         self.size = settings.most
         self._prepared = prepare(processor, settings.recipe)
-        #: drafts and text towers of the recipe
+        #: keeps draft models and text towers of the recipe
         self._loaded = KeepLoaded()
         with accelerated(model, settings.recipe, processor=self._prepared):
-            pass  # what the model cannot do is said before the long run
+            pass  # reports what the model does not support before the long run
         self._family = family_of(model, processor)
         self._base: Any = self._family.model
         self._own_prefill = needs_own_prefill(settings.recipe)
         if self._family.stateful and not settings.recipe.stages:
-            # with a recipe at work mmaccel runs such layers row by row where rows go on with different numbers of tokens
-            self._own_prefill = "layers with a state take padding behind a video for words"
-        #: what prompts hold in place of what is shown
+            # with a recipe mmaccel runs such layers row by row
+            self._own_prefill = "layers with a state would read padding after a video as text"
+        #: placeholders of media in prompts
         self._places = [getattr(processor, name, None) for name in ("video_token", "image_token")]
 
     # --- for the user -----------------------------------------------------------------------------------------
@@ -358,8 +348,8 @@ class VideoAnswerer:
     def run(self, questions: Iterable[VideoQuestion], done: Collection[str] = ()) -> Generator[Record, None, None]:
         """The records of all questions that are not ``done``, as they are finished; the next videos are decoded meanwhile.
 
-        Which questions share a batch depends on all of them and the batch size, not on what is done: an answer is the same
-        to the bit in a run that goes on.
+        Batches depend on all questions and the batch size, not on what is done: a resumed run gives the same answers to the
+        bit.
         """
         done = set(done)
         windows = [
@@ -374,7 +364,7 @@ class VideoAnswerer:
                 yield from self._window(window, clips, done)
 
     def _window(self, window: list[list[VideoQuestion]], clips: Ahead, done: set[str]) -> Iterator[Record]:
-        """The records of a window, in parts where its clips would take too much memory together."""
+        """The records of a window, in parts if its clips would take too much memory together."""
         batch: Batch = []
         for group in window:
             wanted = [one for one in group if one.name not in done]
@@ -393,15 +383,13 @@ class VideoAnswerer:
                 yield from self._failed(wanted, sentence(caught, "The frames could not be chosen"))
                 continue
             for one in misplaced:
-                error = (
-                    f"The question holds {self._place(one)!r}, by which this model is shown something; leave it out."
-                )
+                error = f"The question contains the placeholder {self._place(one)!r} of this model; leave it out."
                 yield from self._failed([one] if one in wanted else [], error)
         yield from self._answer_all(batch, done)
         clips.release()
 
     def _next(self, group: list[VideoQuestion], clips: Ahead) -> Batch:
-        """What the questions of the next video are shown."""
+        """The questions of the next video with its frames."""
         with self.figures.measure("waiting"):
             clip = next(clips)
         if isinstance(clip, MmaccelError):
@@ -411,23 +399,23 @@ class VideoAnswerer:
         return self._chosen(group, clip) if group else []
 
     def _answer_all(self, batch: Batch, done: set[str]) -> Iterator[Record]:
-        """The records of what is asked together; ``batch`` is then empty, and nothing holds its clips."""
+        """The records of a batch, which is then emptied, so that its clips can be freed."""
         for part in self._batches(batch):
             yield from self._answer(part, done)
         batch.clear()
 
     def _place(self, one: VideoQuestion) -> str | None:
-        """What a question holds of that by which the model is shown something."""
+        """The placeholder that a question contains, if any."""
         return next((place for place in self._places if place and place in one.words()), None)
 
-    # --- who is asked together --------------------------------------------------------------------------------
+    # --- batches --------------------------------------------------------------------------------
     def _chosen(self, group: list[VideoQuestion], clip: Clip) -> Batch:
-        """The frames that the questions of a video are shown; where the choice looks at the question, each its own."""
+        """The frames for the questions of a video; each question has its own if the choice looks at it."""
         chooser, count, total = self.settings.chooser(), self.settings.frames, len(clip.frames)
 
         def shown(stay: Iterable[int]) -> _Shown:
             places = list(map(int, stay))
-            # some processors take no clip of a single frame
+            # some processors refuse a clip of a single frame
             return _Shown(clip, places * 2 if len(places) == 1 else places)
 
         if chooser is None or total <= count:
@@ -442,7 +430,7 @@ class VideoAnswerer:
             return asked
 
     def _batches(self, shown: Batch) -> Iterator[Batch]:
-        """Prompts of similar length together: as many frames, then of similar size and with questions as long."""
+        """Prompts of similar length together: equally many frames, then similar sizes and lengths of questions."""
         if self._own_prefill is not None and any(len(group) > 1 for group, _ in shown):
             self.figures.note(f"one prefill a question: {self._own_prefill}")
             shown = [([one], clip) for group, clip in shown for one in group]
@@ -459,7 +447,7 @@ class VideoAnswerer:
 
     # --- asking -----------------------------------------------------------------------------------------------
     def _answer(self, batch: Batch, done: set[str]) -> Iterator[Record]:
-        """The records of a batch that are not ``done``; what does not work together is tried one by one."""
+        """The records of a batch that are not ``done``; questions that fail together are tried one by one."""
         try:
             for one, answer in self._ask(batch, done):
                 self.figures.questions += 1
@@ -476,7 +464,7 @@ class VideoAnswerer:
                 ) from None
             if smaller:
                 self.size = smaller
-                self._say(f"Out of memory; going on with {smaller} question{'s' * (smaller > 1)} at a time.")
+                self._say(f"Out of memory; continuing with {smaller} question{'s' * (smaller > 1)} at a time.")
                 parts = list(self._batches(batch))
             else:
                 parts = []
@@ -495,13 +483,13 @@ class VideoAnswerer:
             yield one.failed(error)
 
     def _ask(self, batch: Batch, done: Collection[str]) -> Iterator[tuple[VideoQuestion, str]]:
-        """Questions with their answers, a chunk of at most ``size`` after the other; chunks that are done are left out."""
+        """Questions with their answers, in chunks of at most ``size``; chunks that are done are skipped."""
         rows = [(one, at) for at, (group, _) in enumerate(batch) for one in group]
         chunks = [rows[i : i + self.size] for i in range(0, len(rows), self.size)]
         chunks = [chunk for chunk in chunks if any(one.name not in done for one, _ in chunk)]
         if not chunks:
             return
-        # a video with one question is no slower in one piece
+        # a shared prefill only helps with several questions
         prefix = self._read(batch) if len(rows) > len(batch) else None
         for chunk in chunks:
             if prefix is not None:
@@ -520,7 +508,7 @@ class VideoAnswerer:
             return dict(encode(processor, prompts).to(self.model.device, self.model.dtype))
 
     def _generate(self, chunk: Sequence[tuple[VideoQuestion, int]], clips: Sequence[_Shown]) -> list[str]:
-        """Answers, each from a prefill of its own: a call of ``generate`` on the whole prompts."""
+        """Answers by one call of ``generate`` on the whole prompts."""
         recipe, processor = self.settings.recipe, self._prepared
         asking = [m for _, m in recipe.build() if isinstance(m, FramesMethod) and getattr(m, "needs_question", False)]
         if asking and not getattr(asking[0], "query", ""):
@@ -541,15 +529,15 @@ class VideoAnswerer:
         return answers
 
     def _read(self, batch: Batch) -> _Prefix:
-        """One prefill of the videos of a batch: their prompts up to the last visual token, and the marks behind it whose
-        positions are not those of text. No question has touched them."""
+        """One prefill of the videos of a batch: their prompts up to the last visual token and any marks after it that do not
+        have positions of text."""
         first = batch[0][0][0].words()
         inputs = self._encode(self._prepared, [Prompt(first, clip=clip.cut()) for _, clip in batch])
         check_positions(self._base, self.settings.recipe, inputs, self.settings.max_new_tokens)
         self.figures.prefills += len(batch)
         ids, family, model = inputs["input_ids"], self._family, self._base
         visual = family.visual(ids)
-        # all rows are padded on the left and end in the same question
+        # all rows are padded on the left and end with the same question
         end = int(visual.any(0).nonzero().max()) + 1
         cache = DynamicCache()
         state = adopt(cache, family.depth, None, family.recurrent)
@@ -577,7 +565,7 @@ class VideoAnswerer:
         )
 
     def _go_on(self, prefix: _Prefix, chunk: Sequence[tuple[VideoQuestion, int]]) -> list[str]:
-        """Answers to questions behind videos that were read; what is stored for the videos is left as it was."""
+        """Answers to questions after videos in the cache, which is restored afterwards."""
         rows = torch.tensor([at for _, at in chunk], device=prefix.ids.device)
         tails = [self._tail(prefix, at, one) for one, at in chunk]
         width = max(map(len, tails))
@@ -600,7 +588,7 @@ class VideoAnswerer:
             with self._working(self.settings.recipe, self._prepared):
                 prefix.cache.batch_select_indices(rows)
                 if state.offset is not None:
-                    # with M-RoPE a question may stand at the time of earlier frames than the last
+                    # with M-RoPE the position of a question may be before that of the last frame
                     state.offset, state.ahead = state.seen - begin[0].to(state.offset), None
                     state.shared.axes_ahead = None
                 answers = self._written(inputs, **cache_argument(prefix.cache))
@@ -612,8 +600,8 @@ class VideoAnswerer:
         return answers
 
     def _tail(self, prefix: _Prefix, row: int, one: VideoQuestion) -> Tensor:
-        """``[n]``: what stands behind the video of a row in a prompt with this question. Behind some frames stand their time,
-        or marks that hang on their size: what that is, the prompt of the first question says."""
+        """``[n]``: the tokens after the video of a row in a prompt with this question. Tokens that depend on the video, such as
+        times, come from the prompt of the first question."""
         behind, first, mine = prefix.behind[row].to("cpu"), prefix.first, self._question(one)
         most = min(len(behind), len(first))
         differ = (behind.flip(0)[:most] != first.flip(0)[:most]).nonzero()
@@ -621,14 +609,14 @@ class VideoAnswerer:
         return torch.cat([behind[: len(behind) - same], mine[len(first) - same :]])
 
     def _question(self, one: VideoQuestion) -> Tensor:
-        """``[n]``: what stands behind the visual tokens of a prompt with this question and some video."""
+        """``[n]``: the tokens after the visual ones in a prompt with this question and a blank video."""
         blank = Clip(np.zeros((2, 64, 64, 3), np.uint8), [0, 1], 2, 1.0)
         with self.figures.measure("processor"):
             ids: Tensor = encode(self.processor, [Prompt(one.words(), clip=blank)])["input_ids"][0]
         return ids[int(self._family.visual(ids).nonzero().max()) + 1 :]
 
     def _written(self, inputs: Mapping[str, Any], **options: Any) -> list[str]:
-        """What ``generate`` writes behind prompts, greedily."""
+        """Greedy answers of ``generate`` to prompts."""
         check_positions(self._base, self.settings.recipe, inputs, self.settings.max_new_tokens)
         out = self.model.generate(
             **inputs, max_new_tokens=self.settings.max_new_tokens, do_sample=False, num_beams=1, **options
@@ -669,11 +657,10 @@ def answer_videos(
     memory: int = 4 * GIB,
     **overrides: Any,
 ) -> Iterator[Record]:
-    """Answers to questions about videos, as they are finished.
+    """Answer questions about videos; yields records as they are finished.
 
-    Videos come in the order in which the set names them first, but those of similar length are answered together; ``id``
-    says which question a record is of. A question or video that cannot be used comes out with an ``error``, one sentence,
-    and the rest goes on.
+    Videos come in the order in which the set first names them, except that those of similar length are answered together; the
+    ``id`` of a record names its question. A question or video that cannot be used gets a record with an ``error``.
 
     Parameters
     ----------
@@ -691,7 +678,7 @@ def answer_videos(
     Raises
     ------
     MmaccelError
-        If there is no question, an option is of no use, or the model cannot honour the recipe.
+        If there is no question, an option is not allowed, or the model does not support the recipe.
 
     Examples
     --------

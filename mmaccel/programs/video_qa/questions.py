@@ -1,4 +1,4 @@
-"""Questions about videos: a JSONL file of them, what the model is asked, and what its answer means."""
+"""Questions about videos: reading them from JSONL, prompts, and scoring of answers."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ _LETTER = re.compile(r"\(?([A-Za-z])(?:[).:,]|\s*$)")
 
 @dataclass(frozen=True)
 class VideoQuestion:
-    """One question about one video; plain data that can be sent to another process.
+    """One question about one video, as plain data.
 
-    name : what the question is called in the answers, unique among them.
-    video : the video as the set names it.
-    path : where it lies.
-    question : the words of the question.
+    name : id of the question, unique in a set.
+    video, path : the video as the set names it, and its path.
+    question : the text.
     choices : answers to choose from; the model is asked for the letter of one.
     answer : the right answer if it is known: one of the choices or its letter, or any text.
-    error : one sentence that says why there is nothing to ask; everything else may then be empty.
+    error : one sentence that says why the question cannot be asked; everything else may then be empty.
     """
 
     name: str
@@ -44,14 +43,14 @@ class VideoQuestion:
     error: str = ""
 
     def words(self) -> str:
-        """What the model is asked."""
+        """The prompt."""
         if not self.choices:
             return self.question
         listed = [f"{letter}. {choice}" for letter, choice in zip(_LETTERS, self.choices, strict=False)]
         return "\n".join([self.question, *listed, "Answer with the letter of one choice only."])
 
     def chosen(self, answer: str) -> str | None:
-        """The letter of the choice that an answer names, by its letter or its words; None if it names none or two."""
+        """The letter of the choice that an answer names by its letter or its words; None if it names none or several."""
         told = answer.strip()
         letter = _LETTER.match(told)
         if letter and letter[1].upper() in _LETTERS[: len(self.choices)]:
@@ -62,12 +61,12 @@ class VideoQuestion:
         return _LETTERS[named[0]] if len(named) == 1 else None
 
     def right(self) -> str | None:
-        """The letter of the right choice: of the one in these very words, were they a letter, before the one of this letter."""
+        """The letter of the right choice: the choice with the text of the answer, or else the choice with its letter."""
         same = [i for i, choice in enumerate(self.choices) if choice.strip() == (self.answer or "").strip()]
         return _LETTERS[same[0]] if same else self.chosen(self.answer or "")
 
     def about(self) -> dict[str, Any]:
-        """What its lines begin with: ``id``, ``video``, ``question``, and ``choices`` and ``expected`` where there are some."""
+        """The first fields of its record: ``id``, ``video``, ``question``, and ``choices`` and ``expected`` if known."""
         line: dict[str, Any] = {"id": self.name, "video": self.video, "question": self.question}
         if self.choices:
             line["choices"] = list(self.choices)
@@ -76,8 +75,8 @@ class VideoQuestion:
         return line
 
     def record(self, answer: str) -> dict[str, Any]:
-        """The line of an answer: also ``answer``; ``choice``, the letter of the choice that it names (or null); and ``right``
-        where the right answer is known."""
+        """The record of an answer: also ``answer``, ``choice`` (the letter of the chosen one, or None), and ``right`` if the
+        right answer is known."""
         line = {**self.about(), "answer": answer}
         if self.choices:
             line["choice"] = self.chosen(answer)
@@ -86,21 +85,21 @@ class VideoQuestion:
         return line
 
     def failed(self, error: str) -> dict[str, Any]:
-        """The line of a question that has no answer: also ``error``."""
+        """The record of a question without an answer: also ``error``."""
         return {**self.about(), "error": error}
 
 
 def _plain(text: str) -> str:
-    """Lower case, without marks."""
+    """Lower case, without punctuation."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
 def read_questions(path: str | os.PathLike[str]) -> list[VideoQuestion]:
-    """The questions of a JSONL file, in its order; a line that is none comes out with its ``error``.
+    """The questions of a JSONL file in its order; an invalid line becomes a question with an ``error``.
 
     A line is an object with ``video`` (a path, absolute or from the folder of the file) and ``question``; ``choices`` (a list
-    of 2 to 26 texts), ``answer`` and ``id`` are optional. Without an ``id`` a question is called after what it asks, wherever
-    its line stands; if several ask the same, the second is ``...-2``.
+    of 2 to 26 texts), ``answer`` and ``id`` are optional. Without an ``id`` a digest of its content is the name of a question,
+    wherever its line is; of several equal ones the second is ``...-2``.
 
     Raises MmaccelError if there is no such file, or no line of it is a question.
     """
@@ -109,7 +108,7 @@ def read_questions(path: str | os.PathLike[str]) -> list[VideoQuestion]:
         lines = file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     except OSError as error:
         raise MmaccelError(
-            f"Cannot read {str(file)!r} ({error.strerror}); give a JSONL file with a question a line, such as {_EXAMPLE}."
+            f"Cannot read {str(file)!r} ({error.strerror}); give a JSONL file with lines such as {_EXAMPLE}."
         ) from error
     listed = [(line, None, f"{file.name}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not listed:
@@ -117,8 +116,8 @@ def read_questions(path: str | os.PathLike[str]) -> list[VideoQuestion]:
     found = _named(listed, str(file.parent))
     if all(one.error for one in found):
         raise MmaccelError(
-            f"{str(file)!r} holds no question that can be asked ({found[0].error.rstrip('.')}); give a JSONL file with a "
-            f"question a line, such as {_EXAMPLE}."
+            f"{str(file)!r} holds no valid question ({found[0].error.rstrip('.')}); give a JSONL file with lines such as "
+            f"{_EXAMPLE}."
         )
     return found
 
@@ -135,14 +134,14 @@ def as_questions(given: str | os.PathLike[str] | Iterable[VideoQuestion | Mappin
 
 
 def _named(listed: Iterable[tuple[Any, str | None, str]], folder: str) -> list[VideoQuestion]:
-    """Questions from (question, object or line; what it is called if it does not say, None: after its content; where it
-    stands)."""
+    """Questions from triples: question, object or line; its name without an ``id``, None for a digest; its place in
+    messages."""
     found: list[VideoQuestion] = []
     names: dict[str, str] = {}
     alike: Counter[str] = Counter()
 
     def after(content: str) -> str:
-        """A name that tells contents apart, and from each other those that are alike."""
+        """A name by content, numbered where contents are equal."""
         digest = hashlib.sha256(content.encode()).hexdigest()[:16]
         alike[digest] += 1
         return digest if alike[digest] == 1 else f"{digest}-{alike[digest]}"
@@ -153,7 +152,7 @@ def _named(listed: Iterable[tuple[Any, str | None, str]], folder: str) -> list[V
             if own is None and not one.name:
                 one = dataclasses.replace(one, name=after(json.dumps(one.about())))
             if one.name in names:
-                raise MmaccelError(f"the id {one.name[:80]!r} is that of {names[one.name]} already")
+                raise MmaccelError(f"the id {one.name[:80]!r} is already used by {names[one.name]}")
         except MmaccelError as error:
             kept = _kept(given)
             own = kept.get("id") or own or after(str(given))
@@ -168,7 +167,7 @@ def _named(listed: Iterable[tuple[Any, str | None, str]], folder: str) -> list[V
 
 
 def _kept(given: Any) -> dict[str, str]:
-    """What the record of a question with an error says of it: ``id``, ``video`` and ``question``, as far as they are texts."""
+    """``id``, ``video`` and ``question`` of an invalid question, as far as they are texts, for its record."""
     if isinstance(given, VideoQuestion):
         return {"id": given.name, "video": given.video, "question": given.question}
     try:
@@ -188,11 +187,11 @@ def _kept(given: Any) -> dict[str, str]:
 
 
 def _question(given: Any, own: str, folder: str) -> VideoQuestion:
-    """A line or object as a question called ``own`` unless it says otherwise; errors are told without their final stop."""
+    """A line or object as a question, named ``own`` without an ``id``; errors have no final full stop."""
     try:
         given = json.loads(given.decode()) if isinstance(given, bytes) else given
     except (ValueError, RecursionError) as error:
-        raise MmaccelError(f"this is no JSON ({no_json(error)})") from error
+        raise MmaccelError(f"this is not valid JSON ({no_json(error)})") from error
     if not isinstance(given, Mapping):
         raise MmaccelError(f"a JSON object is needed, such as {_EXAMPLE}")
     for field in ("video", "question"):
@@ -222,14 +221,14 @@ def _question(given: Any, own: str, folder: str) -> VideoQuestion:
     try:
         "".join([one.name, one.video, one.words(), answer or ""]).encode()
     except UnicodeEncodeError as error:
-        raise MmaccelError(f"{error.object[error.start]!a} is half a character; write the text in UTF-8") from error
+        raise MmaccelError(f"{error.object[error.start]!a} is half a character; encode the text in UTF-8") from error
     if one.choices and answer is not None and one.right() is None:
-        raise MmaccelError(f"the answer {answer!r} is none of the choices")
+        raise MmaccelError(f"the answer {answer!r} is not one of the choices")
     return one
 
 
 def by_video(questions: Iterable[VideoQuestion]) -> list[list[VideoQuestion]]:
-    """Questions of one video together, in the order in which videos come first. Those with an ``error`` stand alone."""
+    """Questions grouped by video, in the order of first appearance; those with an ``error`` are alone."""
     groups: dict[tuple[str, str], list[VideoQuestion]] = {}
     for one in questions:
         groups.setdefault(("", one.path) if not one.error else (one.name, one.path), []).append(one)
