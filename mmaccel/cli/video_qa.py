@@ -42,7 +42,8 @@ from .shared.text import json_file, nbytes, seconds, show, table, working
 
 if TYPE_CHECKING:
     from ..programs.video_qa.answers import AnswerFile
-    from ..programs.video_qa.qa import Figures, QASettings
+    from ..programs.video_qa.generator import Figures
+    from ..programs.video_qa.qa import QASettings
     from ..programs.video_qa.questions import VideoQuestion
 
 PLACE = 6
@@ -212,7 +213,8 @@ def _answer(
 ) -> tuple[Figures, float, int]:
     """Fill the file; returns what was done, seconds of wall time (of a cluster with its start), and the number of workers."""
     from ..programs.video_qa.cluster import ClusterAnswerer
-    from ..programs.video_qa.qa import Figures, VideoAnswerer
+    from ..programs.video_qa.generator import Figures
+    from ..programs.video_qa.qa import VideoAnswerer
 
     waiting = file.left(questions)
     if not waiting:

@@ -17,7 +17,8 @@ from tail import few, in_turn
 
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, get_recipe
-from mmaccel.programs.video_qa.qa import Figures, QASettings, VideoAnswerer, answer_videos, needs_own_prefill
+from mmaccel.programs.video_qa.generator import AnswerGenerator, Figures, needs_own_prefill
+from mmaccel.programs.video_qa.qa import QASettings, VideoAnswerer, answer_videos
 from mmaccel.programs.video_qa.questions import VideoQuestion
 from mmaccel.video import decode, prefetch
 
@@ -35,7 +36,7 @@ def test_answers_are_those_of_single_calls(family: str, which: str, films: Path)
         assert one.figures.prefills == one.figures.videos == len(GOOD)
         assert one.figures.questions == len(questions) and not one.figures.failed
     one = answerer(family, which, 5)
-    one._own_prefill = "for this test"
+    one.generator.own_prefill = "for this test"
     assert answers(one, questions) == wanted and one.figures.prefills == len(questions)
 
 
@@ -65,7 +66,7 @@ LATE = {
     "knorm": ("knorm", "knorm works while"),
     "kivi": ("kivi", "kivi works while"),
     "cdpruner": ("cdpruner", "cdpruner looks at the question"),
-    "paper": (Recipe("paper", (Stage("divprune", 0.25),), positions="paper"), "renumbers"),
+    "paper": (Recipe("paper", (Stage("divprune", 0.25),), positions="paper"), "changes the positions"),
 }
 
 
@@ -81,7 +82,7 @@ def test_what_sees_the_question_reads_the_video_for_each(name: str, films: Path)
 
 def test_one_question_a_video_is_a_plain_call(films: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No two forwards where one does, and no word about prefills."""
-    monkeypatch.setattr(VideoAnswerer, "_read", lambda *_: pytest.fail("read apart from its question"))
+    monkeypatch.setattr(AnswerGenerator, "read", lambda *_: pytest.fail("read apart from its question"))
     one = answerer("qwen2_5_vl", "fastv", 4)
     assert len(answers(one, ask(films, asked=ASKED[:1]))) == len(GOOD) and not one.figures.notes
 
@@ -103,10 +104,10 @@ def test_a_question_leaves_no_trace(films: Path) -> None:
         assert first["slow.mp4 0"] == first["slow.mp4 2"] == again["slow.mp4 1"] == again["slow.mp4 3"]
         assert (first["slow.mp4 1"], first["slow.mp4 3"]) == (again["slow.mp4 2"], again["slow.mp4 0"])
         assert len(set(first.values())) > 1
-        prefix = one._read(one._chosen(ask(films, ("a.mp4",)), decode(films / "a.mp4", FRAMES)))
+        prefix = one.generator.read(one._chosen(ask(films, ("a.mp4",)), decode(films / "a.mp4", FRAMES)))
         held = [tensor.clone() for layer in prefix.state.layers for tensor in layer.stored()]
         for _ in range(2):
-            one._go_on(prefix, [(question, 0) for question in ask(films, ("a.mp4",))])
+            one.generator.resume(prefix, [(question, 0) for question in ask(films, ("a.mp4",))])
         after = [tensor for layer in prefix.state.layers for tensor in layer.stored()]
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(held, after, strict=True))
 
@@ -115,7 +116,7 @@ def test_batches_hold_what_is_alike(films: Path, monkeypatch: pytest.MonkeyPatch
     one = answerer("qwen2_5_vl", "fastv", 4)
     seen: list[list[str]] = []
     monkeypatch.setattr(
-        one, "_generate", lambda chunk, clips: seen.append([q.video for q, _ in chunk]) or [""] * len(chunk)
+        one.generator, "generate", lambda chunk, clips: seen.append([q.video for q, _ in chunk]) or [""] * len(chunk)
     )
     list(one.run(ask(films, ("a.mp4", "short.mp4", "high.mp4", "one.mp4"), ASKED[:2])))
     # two frames (one, twice), four, six; never two lengths in one call, and questions of one length together
@@ -130,9 +131,11 @@ def test_a_run_that_goes_on_asks_the_same_batches(which: str, films: Path, monke
     first, left = records[:7], records[7:]
     rest = answerer("qwen2_5_vl", which, 4)
     calls: list[int] = []
-    write = rest._written
+    write = rest.generator._written
     monkeypatch.setattr(
-        rest, "_written", lambda inputs, **more: calls.append(len(inputs["input_ids"])) or write(inputs, **more)
+        rest.generator,
+        "_written",
+        lambda inputs, **more: calls.append(len(inputs["input_ids"])) or write(inputs, **more),
     )
     found = list(rest.run(questions, {one["id"] for one in first}))
     assert found == left
@@ -155,7 +158,7 @@ def test_clips_that_are_held_take_no_more_than_they_may(
         "qwen2_5_vl", "fastv", memory=memory, frame_method=method, frames=2 if method != "uniform" else FRAMES
     )
     batches: list[int] = []
-    monkeypatch.setattr(one, "_generate", lambda chunk, clips: batches.append(len(chunk)) or [""] * len(chunk))
+    monkeypatch.setattr(one.generator, "generate", lambda chunk, clips: batches.append(len(chunk)) or [""] * len(chunk))
     found = list(one.run(ask(tmp_path, tuple(f"{i}.mp4" for i in range(20)), ASKED[:1])))
     assert len(found) == 20 and all("answer" in record_ for record_ in found)
     assert 345_600 < live[1] <= memory and max(batches) > 1
@@ -298,11 +301,11 @@ def test_videos_are_decoded_ahead(films: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(prefetch, "decode_in_subprocess", watched)
     one = answerer("qwen2_5_vl", "fastv", 1)
-    generate = one._generate
+    generate = one.generator.generate
 
     def waits(*args: Any) -> Any:
         assert several.wait(20), "nothing is decoded while the model works"
         return generate(*args)
 
-    monkeypatch.setattr(one, "_generate", waits)
+    monkeypatch.setattr(one.generator, "generate", waits)
     assert len(list(one.run(ask(films, asked=ASKED[:1])))) == len(GOOD)

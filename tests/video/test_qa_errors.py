@@ -35,7 +35,7 @@ def test_bad_videos_are_named_and_the_rest_goes_on(films: Path) -> None:
 
 def starved(one: VideoAnswerer, most: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A device that has room for ``most`` questions at a time."""
-    write, tried = one._written, []
+    write, tried = one.generator._written, []
 
     def written(inputs: Any, **more: Any) -> list[str]:
         tried.append(len(inputs["input_ids"]))
@@ -43,7 +43,7 @@ def starved(one: VideoAnswerer, most: int, error: type[BaseException], monkeypat
             raise error("no room")
         return write(inputs, **more)
 
-    monkeypatch.setattr(one, "_written", written)
+    monkeypatch.setattr(one.generator, "_written", written)
     return tried
 
 
@@ -72,15 +72,15 @@ def test_no_room_for_one_question_is_an_error_of_that_question(films: Path, monk
 
 def test_one_question_that_breaks_the_model_breaks_no_other(films: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = answerer("qwen2_5_vl", "divprune", 8)
-    made = one._encode
+    made = one.generator.encode
 
     def encoded(processor: Any, prompts: Any) -> Any:
         if any(prompt.question == ASKED[1] for prompt in prompts):
             raise ValueError("a processor says no\nat length")
         return made(processor, prompts)
 
-    monkeypatch.setattr(one, "_encode", encoded)
-    monkeypatch.setattr(one, "_own_prefill", "for this test")
+    monkeypatch.setattr(one.generator, "encode", encoded)
+    monkeypatch.setattr(one.generator, "own_prefill", "for this test")
     questions = ask(films, ("a.mp4", "high.mp4"))
     found = {r["id"]: r for r in one.run(questions)}
     wanted = alone("qwen2_5_vl", "divprune", questions)
@@ -135,7 +135,7 @@ def test_a_model_that_fails_in_the_middle_of_a_batch(which: str, at: int, films:
         if calls == at:
             raise RuntimeError("a kernel of the device failed\nat length")
 
-    hook = one._family.text.layers[1].register_forward_pre_hook(fail)
+    hook = one.generator.family.text.layers[1].register_forward_pre_hook(fail)
     try:
         found = list(one.run(questions))
     finally:

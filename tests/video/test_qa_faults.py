@@ -20,14 +20,16 @@ import pytest
 import torch
 import transformers
 
-from mmaccel import MmaccelError, files, get_method, get_recipe
+from mmaccel import MmaccelError, get_method, get_recipe
 from mmaccel.cli import main
+from mmaccel.core import files
 from mmaccel.programs import identity
 from mmaccel.programs.bench import provenance
 from mmaccel.programs.video_qa import answers as answer_files
 from mmaccel.programs.video_qa import qa
 from mmaccel.programs.video_qa.answers import AnswerFile
-from mmaccel.programs.video_qa.qa import Figures, QASettings
+from mmaccel.programs.video_qa.generator import Figures
+from mmaccel.programs.video_qa.qa import QASettings
 from mmaccel.programs.video_qa.questions import VideoQuestion, read_questions
 
 

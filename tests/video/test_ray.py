@@ -23,7 +23,8 @@ from mmaccel import MmaccelError, get_recipe
 from mmaccel.cli import main
 from mmaccel.programs.video_qa import cluster
 from mmaccel.programs.video_qa.cluster import ClusterAnswerer
-from mmaccel.programs.video_qa.qa import Figures, QASettings
+from mmaccel.programs.video_qa.generator import Figures
+from mmaccel.programs.video_qa.qa import QASettings
 from mmaccel.programs.video_qa.questions import VideoQuestion
 
 HAVE = importlib.util.find_spec("ray") is not None

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import MmaccelError
-from .qa import Figures, QASettings, VideoAnswerer
+from .generator import Figures
+from .qa import QASettings, VideoAnswerer
 from .questions import VideoQuestion
 
 Record = dict[str, Any]
@@ -81,7 +82,7 @@ class _Worker:
             except MmaccelError as error:
                 self.told.append(error)
             self.told.append(self.answerer.figures)
-            self.answerer.figures = Figures()
+            self.answerer.generator.figures = Figures()
         yield self._all()
 
     def _all(self, *record: Record) -> dict[str, list[str]]:

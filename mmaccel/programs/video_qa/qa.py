@@ -12,29 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from ...accelerate import Accelerator, accelerated
-from ...accelerate.positions import check_positions
-from ...core.transformers_api import DynamicCache, cache_argument
 from ...errors import MmaccelError
-from ...families import family_of
 from ...families.load import load_model
-from ...kv.cache import CacheState, adopt
-from ...media.files import Prompt, encode
-from ...media.prepare import prepare
-from ...method import EncoderMethod, FrameChoice, FramesMethod, PatchMethod, ProjectorMethod, ReuseMethod
-from ...method.model_options import KeepLoaded
+from ...method import FrameChoice
 from ...method.registry import methods
 from ...recipe import Recipe, RecipeLike, Stage, get_recipe
 from ...video.clip import Clip
@@ -42,6 +30,7 @@ from ...video.decode_spec import GIB, DecodeSpec, Select, check_timeout
 from ...video.prefetch import Ahead, begin
 from ..evaluate import fingerprint, sentence
 from ..identity import digests, recipe_parts, versions
+from .generator import AnswerGenerator, Batch, Figures, Shown
 from .questions import VideoQuestion, as_questions, by_video
 
 Record = dict[str, Any]
@@ -50,8 +39,6 @@ Record = dict[str, Any]
 _AUTO = 8
 #: a method that chooses frames chooses from so many times as many
 _DENSER = 4
-#: inputs that have an entry for every token of the prompt
-_PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
 
 
 @dataclass(frozen=True)
@@ -175,118 +162,6 @@ def _parts(recipe: Recipe, model: str) -> dict[str, str]:
     return {f"{name} of {recipe.name!r}": part for name, part in recipe_parts(recipe, model).items()}
 
 
-@dataclass
-class Figures:
-    """Sums over what was answered; those of several workers can be added.
-
-    questions, failed : answered, and ended in an error.
-    videos : decoded.
-    prefills : how often a video was read by the model; fewer than questions where one prefill served several.
-    calls : batches.
-    visual_tokens, visual_tokens_kept : in front of every question, and of them those that reach the last layer.
-    kv_bytes : of the cache at the end of the answers, padding of the batches included.
-    seconds : ``waiting`` for frames, ``choosing`` among them, ``processor``, and ``model``; of the model's, also
-        ``encoder``, ``selection``, ``prefill`` and ``decode``.
-    notes : what figures do not show.
-    """
-
-    questions: int = 0
-    failed: int = 0
-    videos: int = 0
-    prefills: int = 0
-    calls: int = 0
-    visual_tokens: int = 0
-    visual_tokens_kept: int = 0
-    kv_bytes: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    backends: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    notes: list[str] = field(default_factory=list)
-
-    def __iadd__(self, other: Figures) -> Figures:
-        for one in dataclasses.fields(self):
-            mine, theirs = getattr(self, one.name), getattr(other, one.name)
-            if isinstance(mine, dict):
-                for key, value in theirs.items():
-                    mine[key] = mine.get(key, 0) + value
-            elif isinstance(mine, list):
-                mine.extend(note for note in theirs if note not in mine)
-            else:
-                setattr(self, one.name, mine + theirs)
-        return self
-
-    @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Add the time of the block."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] += time.perf_counter() - begin
-
-    def note(self, sentence: str) -> None:
-        """Say it once."""
-        if sentence not in self.notes:
-            self.notes.append(sentence)
-
-
-def needs_own_prefill(recipe: Recipe) -> str | None:
-    """Why every question needs its own prefill with a recipe; None if one prefill of the video is enough.
-
-    One is enough if nothing of the video depends on the question: with methods before the language model that do not look at
-    the question. Methods inside it, cache policies and codecs see the question, or would make a difference to ``generate``.
-    """
-    for _, method in recipe.build():
-        if getattr(method, "needs_question", False):
-            return f"{method.name} looks at the question"
-        if not isinstance(method, (FramesMethod, PatchMethod, EncoderMethod, ReuseMethod, ProjectorMethod)):
-            return f"{method.name} works while the question is read"
-    return "positions='paper' changes the positions before the question" if recipe.positions == "paper" else None
-
-
-@dataclass(frozen=True)
-class _Shown:
-    """A clip, and the numbers ``stay`` of the frames that the model sees; they are copied when it reads them."""
-
-    clip: Clip
-    stay: list[int]
-
-    @property
-    def indices(self) -> list[int]:
-        """Their numbers in the video."""
-        return [self.clip.indices[i] for i in self.stay]
-
-    def cut(self) -> Clip:
-        """The clip with these frames."""
-        if self.stay == list(range(len(self.clip.frames))):
-            return self.clip
-        frames, times = self.clip.frames[self.stay], self.clip.timestamps[self.stay]
-        return dataclasses.replace(self.clip, frames=frames, indices=self.indices, timestamps=times)
-
-
-Batch = list[tuple[list[VideoQuestion], _Shown]]
-
-
-@dataclass(frozen=True)
-class _Prefix:
-    """A cache with the beginnings of ``V`` prompts up to the end of their videos.
-
-    ids, mask : ``[V, P]``, padded on the left.
-    follows : ``[1, V]``, with M-RoPE ``[3, V]``: the position of the first token after each.
-    visual, kept : ``[V]``, visual tokens, and those of them that reach the last layer.
-    behind : ``[V, T]``, the tokens after it in the prompt of the first question. first : ``[n]``, the same after another video.
-    """
-
-    cache: DynamicCache
-    state: CacheState
-    ids: Tensor
-    mask: Tensor
-    follows: Tensor
-    visual: Tensor
-    kept: Tensor
-    behind: Tensor
-    first: Tensor
-
-
 class VideoAnswerer:
     """A model that answers questions about videos.
 
@@ -312,7 +187,7 @@ class VideoAnswerer:
         processor: Any = None,
         say: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        self.settings, self.figures, self._say = settings, Figures(), say
+        self.settings, self._say = settings, say
         if model is None:
             model, processor = load_model(
                 settings.model,
@@ -323,21 +198,15 @@ class VideoAnswerer:
             )
         if getattr(processor, "video_processor", None) is None:
             raise MmaccelError(f"{settings.model!r} takes no video; give a model that does, such as a Qwen2.5-VL.")
-        self.model, self.processor = model, processor
+        self.generator = AnswerGenerator(model, processor, settings.recipe, settings.max_new_tokens)
         self.size = settings.most
-        self._prepared = prepare(processor, settings.recipe)
-        #: keeps draft models and text towers of the recipe
-        self._loaded = KeepLoaded()
-        with accelerated(model, settings.recipe, processor=self._prepared):
-            pass  # reports what the model does not support before the long run
-        self._family = family_of(model, processor)
-        self._base: Any = self._family.model
-        self._own_prefill = needs_own_prefill(settings.recipe)
-        if self._family.stateful and not settings.recipe.stages:
-            # with a recipe mmaccel runs such layers row by row
-            self._own_prefill = "layers with a state would read padding after a video as text"
         #: placeholders of media in prompts
         self._places = [getattr(processor, name, None) for name in ("video_token", "image_token")]
+
+    @property
+    def figures(self) -> Figures:
+        """Figures of what was answered."""
+        return self.generator.figures
 
     # --- for the user -----------------------------------------------------------------------------------------
     def answer(self, questions: Sequence[VideoQuestion]) -> list[Record]:
@@ -413,10 +282,10 @@ class VideoAnswerer:
         """The frames for the questions of a video; each question has its own if the choice looks at it."""
         chooser, count, total = self.settings.chooser(), self.settings.frames, len(clip.frames)
 
-        def shown(stay: Iterable[int]) -> _Shown:
+        def shown(stay: Iterable[int]) -> Shown:
             places = list(map(int, stay))
             # some processors refuse a clip of a single frame
-            return _Shown(clip, places * 2 if len(places) == 1 else places)
+            return Shown(clip, places * 2 if len(places) == 1 else places)
 
         if chooser is None or total <= count:
             return [(group, shown(range(total)))]
@@ -431,8 +300,8 @@ class VideoAnswerer:
 
     def _batches(self, shown: Batch) -> Iterator[Batch]:
         """Prompts of similar length together: equally many frames, then similar sizes and lengths of questions."""
-        if self._own_prefill is not None and any(len(group) > 1 for group, _ in shown):
-            self.figures.note(f"one prefill a question: {self._own_prefill}")
+        if self.generator.own_prefill is not None and any(len(group) > 1 for group, _ in shown):
+            self.figures.note(f"one prefill a question: {self.generator.own_prefill}")
             shown = [([one], clip) for group, clip in shown for one in group]
         order = sorted(shown, key=lambda s: (len(s[1].stay), s[1].clip.frames[0].size, len(s[0][0].words())))
         batch: Batch = []
@@ -490,155 +359,17 @@ class VideoAnswerer:
         if not chunks:
             return
         # a shared prefill only helps with several questions
-        prefix = self._read(batch) if len(rows) > len(batch) else None
+        prefix = self.generator.read(batch) if len(rows) > len(batch) else None
         for chunk in chunks:
             if prefix is not None:
-                answers = self._go_on(prefix, chunk)
+                answers = self.generator.resume(prefix, chunk)
                 self.figures.visual_tokens += int(prefix.visual[[at for _, at in chunk]].sum())
                 self.figures.visual_tokens_kept += int(prefix.kept[[at for _, at in chunk]].sum())
             else:
-                answers = self._generate(chunk, [batch[at][1] for _, at in chunk])
+                answers = self.generator.generate(chunk, [batch[at][1] for _, at in chunk])
             for (one, _), answer in zip(chunk, answers, strict=True):
                 if one.name not in done:
                     yield one, answer
-
-    # --- the model --------------------------------------------------------------------------------------------
-    def _encode(self, processor: Any, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        with self.figures.measure("processor"):
-            return dict(encode(processor, prompts).to(self.model.device, self.model.dtype))
-
-    def _generate(self, chunk: Sequence[tuple[VideoQuestion, int]], clips: Sequence[_Shown]) -> list[str]:
-        """Answers by one call of ``generate`` on the whole prompts."""
-        recipe, processor = self.settings.recipe, self._prepared
-        asking = [m for _, m in recipe.build() if isinstance(m, FramesMethod) and getattr(m, "needs_question", False)]
-        if asking and not getattr(asking[0], "query", ""):
-            if len(chunk) > 1:
-                return [self._generate([pair], [clip])[0] for pair, clip in zip(chunk, clips, strict=True)]
-            recipe = recipe.override(query=chunk[0][0].question)
-            processor = prepare(self.processor, recipe)
-        prompts = [Prompt(one.words(), clip=clip.cut()) for (one, _), clip in zip(chunk, clips, strict=True)]
-        inputs = self._encode(processor, prompts)
-        self.figures.prefills += len(chunk)
-        with self._working(recipe, processor):
-            answers = self._written(inputs)
-            stats = self.model.mmaccel.stats()
-        self._count(stats)
-        self.figures.visual_tokens += stats["visual_tokens"]
-        self.figures.visual_tokens_kept += stats["visual_tokens_kept"]
-        self.figures.kv_bytes += stats["kv_bytes"]
-        return answers
-
-    def _read(self, batch: Batch) -> _Prefix:
-        """One prefill of the videos of a batch: their prompts up to the last visual token and any marks after it that do not
-        have positions of text."""
-        first = batch[0][0][0].words()
-        inputs = self._encode(self._prepared, [Prompt(first, clip=clip.cut()) for _, clip in batch])
-        check_positions(self._base, self.settings.recipe, inputs, self.settings.max_new_tokens)
-        self.figures.prefills += len(batch)
-        ids, family, model = inputs["input_ids"], self._family, self._base
-        visual = family.visual(ids)
-        # all rows are padded on the left and end with the same question
-        end = int(visual.any(0).nonzero().max()) + 1
-        cache = DynamicCache()
-        state = adopt(cache, family.depth, None, family.recurrent)
-        with self._working(self.settings.recipe, self._prepared):
-            positions = model._prepare_position_ids_for_generation(ids, dict(inputs))
-            positions = positions[-3:] if positions.dim() == 3 else positions
-            apart = (positions.diff() != 1).flatten(0, -2).any(0).nonzero()
-            end = max([end, *(int(last) + 1 for last in apart[-1:])])
-            feed = {name: value[:, :end] if name in _PER_TOKEN else value for name, value in inputs.items()}
-            family.inner(**feed, position_ids=positions[..., :end], use_cache=True, **cache_argument(cache))
-            handle: Accelerator = model.mmaccel
-            kept = visual if handle.reduction is None else visual[:, :end] & handle.reduction.kept.to(visual.device)
-        self._count(handle.stats())
-        follows = positions.reshape(-1, *positions.shape[-2:])[:, :, end]
-        return _Prefix(
-            cache,
-            state,
-            feed["input_ids"],
-            feed["attention_mask"],
-            follows,
-            visual.sum(1),
-            kept.sum(1),
-            ids[:, end:],
-            self._question(batch[0][0][0]),
-        )
-
-    def _go_on(self, prefix: _Prefix, chunk: Sequence[tuple[VideoQuestion, int]]) -> list[str]:
-        """Answers to questions after videos in the cache, which is restored afterwards."""
-        rows = torch.tensor([at for _, at in chunk], device=prefix.ids.device)
-        tails = [self._tail(prefix, at, one) for one, at in chunk]
-        width = max(map(len, tails))
-        new = torch.full((len(tails), width), self.processor.tokenizer.pad_token_id or 0)
-        mask = torch.zeros_like(new)
-        for row, tail in enumerate(tails):
-            new[row, width - len(tail) :] = tail
-            mask[row, width - len(tail) :] = 1
-        new, mask = new.to(prefix.ids), mask.to(prefix.mask)
-        state, begin = prefix.state, prefix.follows[:, rows]
-        text = (begin[..., None] + mask.cumsum(1) - 1).clamp(min=0)
-        positions = torch.cat([text.new_zeros(*text.shape[:-1], prefix.ids.shape[1]), text], dim=-1)
-        inputs = {
-            "input_ids": torch.cat([prefix.ids[rows], new], dim=1),
-            "attention_mask": torch.cat([prefix.mask[rows], mask], dim=1),
-            "position_ids": positions[0] if len(positions) == 1 else positions,
-        }
-        restore = state.snapshot()
-        try:
-            with self._working(self.settings.recipe, self._prepared):
-                prefix.cache.batch_select_indices(rows)
-                if state.offset is not None:
-                    # with M-RoPE the position of a question may be before that of the last frame
-                    state.offset, state.ahead = state.seen - begin[0].to(state.offset), None
-                    state.shared.axes_ahead = None
-                answers = self._written(inputs, **cache_argument(prefix.cache))
-                stats = self.model.mmaccel.stats()
-        finally:
-            restore()
-        self._count(stats)
-        self.figures.kv_bytes += stats["kv_bytes"]
-        return answers
-
-    def _tail(self, prefix: _Prefix, row: int, one: VideoQuestion) -> Tensor:
-        """``[n]``: the tokens after the video of a row in a prompt with this question. Tokens that depend on the video, such as
-        times, come from the prompt of the first question."""
-        behind, first, mine = prefix.behind[row].to("cpu"), prefix.first, self._question(one)
-        most = min(len(behind), len(first))
-        differ = (behind.flip(0)[:most] != first.flip(0)[:most]).nonzero()
-        same = int(differ[0]) if len(differ) else most
-        return torch.cat([behind[: len(behind) - same], mine[len(first) - same :]])
-
-    def _question(self, one: VideoQuestion) -> Tensor:
-        """``[n]``: the tokens after the visual ones in a prompt with this question and a blank video."""
-        blank = Clip(np.zeros((2, 64, 64, 3), np.uint8), [0, 1], 2, 1.0)
-        with self.figures.measure("processor"):
-            ids: Tensor = encode(self.processor, [Prompt(one.words(), clip=blank)])["input_ids"][0]
-        return ids[int(self._family.visual(ids).nonzero().max()) + 1 :]
-
-    def _written(self, inputs: Mapping[str, Any], **options: Any) -> list[str]:
-        """Greedy answers of ``generate`` to prompts."""
-        check_positions(self._base, self.settings.recipe, inputs, self.settings.max_new_tokens)
-        out = self.model.generate(
-            **inputs, max_new_tokens=self.settings.max_new_tokens, do_sample=False, num_beams=1, **options
-        )
-        texts = self.processor.tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        return [text.strip() for text in texts]
-
-    @contextmanager
-    def _working(self, recipe: Recipe, processor: Any) -> Iterator[None]:
-        with (
-            self.figures.measure("model"),
-            torch.inference_mode(),
-            accelerated(self.model, recipe, processor=processor),
-        ):
-            yield
-
-    def _count(self, stats: Record) -> None:
-        """Add the figures of a call."""
-        for name, seconds in stats["seconds"].items():
-            self.figures.seconds[name] += seconds
-        for note in stats["notes"]:
-            self.figures.note(note)
 
 
 def answer_videos(
