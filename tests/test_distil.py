@@ -204,9 +204,7 @@ def test_a_selector_is_trained_and_used_and_goes_on_where_it_was(trained, monkey
     monkeypatch.setattr(learner.Learner, "_step", step)
     assert weights(train("broken").folder) == weights(whole.folder)
     assert train("broken").report["steps of earlier runs"] == 3
-    with pytest.raises(
-        MmaccelError, match=r"state.pt' fingerprint to a run with different settings \(retain\); delete it"
-    ):
+    with pytest.raises(MmaccelError, match=r"state.pt' belongs to a run with different settings \(retain\); delete it"):
         train("broken", retain=0.3)
     with pytest.raises(
         MmaccelError, match=r"settings.json' .* different settings \(longest answer\); delete the folder"
@@ -254,7 +252,7 @@ def test_tries_are_moved_in_pairs_to_opposite_sides(trained, monkeypatch, tmp_pa
     frozen = Frozen(zoo.model("llava"), zoo.processor("llava"), "answers")
     tried = TrialLearner(frozen, Shape(64, 32, 2, 4, True, True), paths, [example], 0.2, 200, tmp_path / "state.pt")
     monkeypatch.setattr(Choice, "by", lambda self, scores: seen.append(scores) or by(self, scores))
-    tried._learned(example)
+    tried._loss(example)
     # of a network that has learned nothing all scores are equal
     assert len(seen) == 8 and all(
         torch.equal(up, -down) and up.abs().max() > 0 for up, down in zip(seen[::2], seen[1::2], strict=True)
@@ -277,7 +275,7 @@ def test_the_best_network_is_told_by_several_looks(trained, monkeypatch, tmp_pat
     while not tried.state.ended:
         with torch.no_grad():
             tried.mean.module.score.weight.fill_(tried.state.step)
-        tried._look([])
+        tried._evaluate([])
         kept.append(int(tried.best["score.weight"][0, 0]))
         tried.state.step += 100
     # half of all steps without one as good
@@ -485,7 +483,7 @@ def test_questions_that_cannot_be_used_are_left_out(trained, tmp_path):
     assert made.report["questions"] == FEWEST
     said.clear()
     few_left = [*questions(FEWEST - 1), *bad]
-    with pytest.raises(MmaccelError, match=r"There are 31 questions or pictures of 34 that can be used"):
+    with pytest.raises(MmaccelError, match=r"there are 31 of 34 that can be used"):
         distil(model, processor, few_left, complain=said.append, **{**options, "out": tmp_path / "t"})
     assert len(said) == 3
 
@@ -693,9 +691,7 @@ def test_a_model_without_gradients_or_memory_is_told_what_to_do(trained, monkeyp
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(Frozen, "states", full)
-    with pytest.raises(
-        MmaccelError, match="out of memory while learning; give a smaller --batch-size and another folder"
-    ):
+    with pytest.raises(MmaccelError, match="out of memory; give a smaller --batch-size and another folder"):
         train()
 
 

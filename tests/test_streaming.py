@@ -214,8 +214,8 @@ def test_what_cannot_be_meant() -> None:
     for options, said in (
         ({"recipe": "divprune"}, "never evicts"),
         ({"recipe": "dycoke-cache"}, "never evicts"),
-        ({"chunk": 1}, "chunk >= 2"),
-        ({"cap_tokens": 1}, "no room"),
+        ({"chunk": 1}, "chunk must be a whole number of at least 2"),
+        ({"cap_tokens": 1}, "cap_tokens must be greater than the 1 tokens"),
     ):
         with pytest.raises(MmaccelError, match=said):
             VideoSession(model, **{"processor": processor, **options})
@@ -225,7 +225,7 @@ def test_what_cannot_be_meant() -> None:
     with pytest.raises(MmaccelError, match="uint8"):
         one.push(np.zeros((2, 3, 8, 8), dtype=np.float32))
     one.push(film("qwen2_5_vl", 1))
-    with pytest.raises(MmaccelError, match="one size"):
+    with pytest.raises(MmaccelError, match="pixels like earlier ones"):
         one.push(np.zeros((1, 20, 20, 3), dtype=np.uint8))
     windowed = oracle.subject(*[oracle.WINDOWED[1][0]], **oracle.WINDOWED[1][1])
     with pytest.raises(UnsupportedError, match="sliding windows"):

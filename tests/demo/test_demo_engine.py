@@ -171,7 +171,7 @@ def test_a_question_takes_no_longer_than_it_may(films, slow, seconds):
     """In the tower, in a prefill or while decoding; and the model can be asked again."""
     prompt, stop, shown = Prompt("what?", clip=clip()), threading.Event(), []
     films.seconds = seconds
-    with pytest.raises(MmaccelError, match=f"worked for {seconds} seconds, .* ask for a shorter answer") as caught:
+    with pytest.raises(MmaccelError, match=f"limit of {seconds} seconds .* ask for a shorter answer") as caught:
         shown.extend(films.ask(prompt, [limits.recipe("divprune")], 100, stop))
     assert slow.now == seconds + 1
     assert cards.sentence(caught.value) == str(caught.value)
@@ -184,7 +184,7 @@ def test_what_was_answered_in_time_is_shown(films, slow):
     """The answer of the full model, when the time is over while a recipe runs."""
     films.seconds = 20.0
     run = films.ask(Prompt("what?", clip=clip()), [limits.recipe("uniform")] * 2, 1, threading.Event())
-    with pytest.raises(MmaccelError, match="worked for 20 seconds"):
+    with pytest.raises(MmaccelError, match="limit of 20 seconds"):
         while exchange := next(run):
             pass
     assert [one.state for one in (exchange.full, *exchange.fast)] == ["done", "stopped", "stopped"]
@@ -208,14 +208,14 @@ def test_a_stream_takes_no_longer_than_it_may(films, slow):
     for one in (live, other):
         films.seconds = 5.0
         if one is live:
-            with pytest.raises(MmaccelError, match="worked for 5 seconds"):
+            with pytest.raises(MmaccelError, match="limit of 5 seconds"):
                 live.step()
             assert (live.session.frames, live.points, live.next) == (0, [], 0)
         films.seconds = 60.0
         one.step()
         films.seconds = 5.0
         if one is live:
-            with pytest.raises(MmaccelError, match="worked for 5 seconds"):
+            with pytest.raises(MmaccelError, match="limit of 5 seconds"):
                 live.ask("what?", 20)
         films.seconds = 60.0
     assert live.ask("what?", 2) == other.ask("what?", 2)
@@ -331,7 +331,7 @@ def test_merged_tokens(house, files):
     view = answered(house.engine("picture"), scene(files), "pool", retain=0.25).fast[0].view
     html = overlay.draw(view, 1)
     drawn = titles(html)
-    stays = [t for t in drawn if "kept, stands for 4 tokens" in t]
+    stays = [t for t in drawn if "kept, represents 4 tokens" in t]
     assert (len(stays), html.count("mm-dot")) == (49, 49)
     assert sum("merged into token" in t for t in drawn) == 147
     assert "merged into token 1" in drawn[1] and drawn[1].startswith("token 2 of 196")
