@@ -109,8 +109,8 @@ BAD = {
     "a host": (content(picture("http://127.0.0.1:1/x.png")), "loads nothing from addresses"),
     "another scheme": (content(picture("ftp://example.com/x.png")), "no address of a picture or clip"),
     "a clip to a model of pictures": (None, "takes no video"),
-    "a broken clip": (content(clip("data:video/mp4;base64,AAAA")), "no clip that can be read"),
-    "text for a clip": (content(clip("data:text/html;base64,AAAA")), "no clip that can be read"),
+    "a broken clip": (content(clip("data:video/mp4;base64,AAAA")), "is not a readable clip"),
+    "text for a clip": (content(clip("data:text/html;base64,AAAA")), "is not a readable clip"),
     "an endless prompt": (body(messages=[user("one two " * 5000)]), "this model takes 4096 in all"),
 }
 
