@@ -39,6 +39,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "square(names, cases): like parametrize, of which so many run as show every pair"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Of a square of cases run those that show every pair (see `pairwise.py`)."""
+    if marks := list(metafunc.definition.iter_markers("square")):
+        import pairwise
+
+        pairwise.parametrize(metafunc, marks)
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """A process for every core, four at most; one for a few tests, the demo, a cluster or vLLM."""
     few = config.option.keyword or any("::" in argument for argument in config.args)

@@ -26,7 +26,7 @@ from mmaccel.families import families as adapters
 from mmaccel.families.load import load_model
 from mmaccel.method import KeyBatch, Policy, ProjectorMethod, TokenBatch, registry
 
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.square("family", FAMILIES, of="kinds")
 SHIPPED = Path(mmaccel.__file__).parent / "models" / "mini-llava"
 NO_CLS = tuple(
     name for name, family in adapters().items() if not family.facts.cls and family.closed is family.whole is None
@@ -445,7 +445,7 @@ def test_placeholders_without_pixels(family: str) -> None:
 
 
 @families
-@pytest.mark.parametrize("recipe", ["random", "fastv", "snapkv"])
+@pytest.mark.square("recipe", ["random", "fastv", "snapkv"])
 def test_inputs_without_pictures_run_untouched(family: str, recipe: str) -> None:
     """To the bit, in ``generate`` and in a forward."""
     tiny, feed = model(family), inputs(family, "text", batch=2)

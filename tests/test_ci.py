@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,16 @@ def test_every_test_is_in_one_part() -> None:
         parts = [[name for name in names if in_part(name, k, n)] for k in range(1, n + 1)]
         assert sorted(name for part in parts for name in part) == sorted(names)
         assert max(map(len, parts)) < 1.3 * len(names) / n
+
+
+@pytest.mark.full
+def test_all_cases_together_are_at_most_20_000() -> None:
+    """A part of the night, and whoever runs everything, must come to an end; see `pairwise.py`."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    apart = "not (browser or ray or vllm)"
+    made = subprocess.run([*command, "-m", apart], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert made.returncode == 0, made.stdout[-2000:] + made.stderr
+    assert 10_000 < sum("::" in line for line in made.stdout.splitlines()) <= 20_000
 
 
 def test_workflows_run_the_scripts() -> None:

@@ -82,18 +82,18 @@ SHIPPED = sorted(
 )
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_what_methods_say_of_themselves_is_what_they_were_made_of(name: str) -> None:
+def test_what_methods_say_of_themselves_is_what_they_were_made_of() -> None:
     """Every stage of every recipe: given as an instance it is the same method, and its repr makes it again."""
-    made = recipes()[name]
-    for stage in made.stages:
-        method = stage.build()
-        assert get_recipe(method).stages[0].build() == method
-        assert eval(repr(method), vars(mmaccel) | {type(method).__name__: type(method)}) == method
-    again = eval(repr(made), {"Recipe": Recipe, "Stage": Stage})
-    assert [getattr(again, key) for key in ("name", "stages", "positions", "variant", "text_retain", "anchor")] == [
-        getattr(made, key) for key in ("name", "stages", "positions", "variant", "text_retain", "anchor")
-    ]
+    keys = ("name", "stages", "positions", "variant", "text_retain", "anchor")
+    for name, made in recipes().items():
+        if name not in SHIPPED:
+            continue
+        for stage in made.stages:
+            method = stage.build()
+            assert get_recipe(method).stages[0].build() == method
+            assert eval(repr(method), vars(mmaccel) | {type(method).__name__: type(method)}) == method
+        again = eval(repr(made), {"Recipe": Recipe, "Stage": Stage})
+        assert [getattr(again, key) for key in keys] == [getattr(made, key) for key in keys]
 
 
 def test_budgets_of_papers_keep_their_meaning_in_a_list() -> None:

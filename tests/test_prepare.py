@@ -30,8 +30,8 @@ def tokens(out) -> int:
     return int(out["image_grid_thw"].prod(-1).sum()) // 4
 
 
-@pytest.mark.parametrize("name", ("resize", "clip-crop"))  # by choice: both that make pictures smaller
-@pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.square("name", ("resize", "clip-crop"))  # by choice: both that make pictures smaller
+@pytest.mark.square("family", zoo.FAMILIES)
 def test_every_family_takes_a_prepared_processor(family, name, monkeypatch):
     """The prepared processor makes of a picture what the bare one makes of the smaller picture."""
     monkeypatch.setattr(FrameEncoder, "load", lambda name: synthetic.StandIn())

@@ -24,7 +24,7 @@ from mmaccel.core.reduction import Reduction
 from mmaccel.method import ProjectorMethod, TokenBatch
 from mmaccel.runtime.tower.encoder_merging import EncoderMerging
 
-families = pytest.mark.parametrize("family", few(FAMILIES, SHORT))
+families = pytest.mark.square("family", few(FAMILIES, SHORT), of="kinds")
 
 
 @mmaccel.register
@@ -53,13 +53,14 @@ def tokens(model: Any, feed: dict[str, Any]) -> Tensor:
 # ------------------------------------------------------------------------------------------ the attention function
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "method", "change"),
     in_turn(
         ["llava", "qwen2_5_vl", "smolvlm"],
         SITES,
         ["eager", {"text_config": "eager"}, {"text_config": "eager", "vision_config": "sdpa"}],
     ),
+    of="kinds",
 )
 def test_another_attention_after_wrapping_goes_below_ours(family: str, method: str, change: Any) -> None:
     """The recipe runs as before, on a padded batch too, and what the user chose is there after ``remove()``."""
@@ -215,7 +216,7 @@ CACHED = [
 QUICK = ["snapkv", "kivi", "fastkv", "dycoke-cache"]
 
 
-@pytest.mark.parametrize(("way", "recipe"), few(list(product(WAYS, CACHED)), list(product(WAYS, QUICK))))
+@pytest.mark.square(("way", "recipe"), few(list(product(WAYS, CACHED)), list(product(WAYS, QUICK))), of="kinds")
 def test_a_recipe_for_the_cache_needs_one(recipe: str, way: str, tiny: Any) -> None:
     feed = inputs("llava")
     accelerate_vlm(tiny, recipe)
@@ -260,7 +261,7 @@ def test_exchanged_layers_of_a_cache_are_an_error(tiny: Any) -> None:
             tiny.generate(input_ids=first, past_key_values=cache, max_new_tokens=2)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "how", "recipe", "kind", "refused"),
     in_turn(
         ["llava", "qwen2_5_vl"],
@@ -275,6 +276,7 @@ def test_exchanged_layers_of_a_cache_are_an_error(tiny: Any) -> None:
             ("kivi", "uneven", False),
         ],
     ),
+    of="kinds",
 )
 def test_a_kept_cache_without_its_recipe(family: str, how: str, recipe: str, kind: str, refused: bool) -> None:
     """A model that is accelerated no more goes on rightly with what is left of a prompt, or refuses it."""
@@ -309,7 +311,7 @@ def test_a_cache_whose_first_prompt_was_refused_takes_another(tiny: Any) -> None
 # ------------------------------------------------------------------------------------------------------ gradients
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "recipe"),
     few(
         [

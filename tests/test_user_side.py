@@ -38,7 +38,7 @@ from mmaccel.core.reduction import Reduction
 from mmaccel.media.draw import overlay
 from mmaccel.method import ProjectorMethod, TokenBatch, registry
 
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.square("family", FAMILIES, of="kinds")
 
 
 # ------------------------------------------------------------------------------------------- pipelines, streams, wrappers
@@ -156,11 +156,11 @@ def test_bfloat16(family: str) -> None:
 QUICK = ("random", "fastv", "snapkv", "pool")
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "method"),
     few(
         [(family, name) for family in FAMILIES for name in oracle.named_recipes() if oracle.fits(name, family)],
-        list(product(FAMILIES, QUICK)),
+        list(product(SHORT, QUICK)),
     ),
 )
 def test_labels(family: str, method: str) -> None:
@@ -263,7 +263,7 @@ def test_the_handle_shows_what_it_did() -> None:
 
 
 @families
-@pytest.mark.parametrize("method", ["random", "fastv", "snapkv"])
+@pytest.mark.square("method", ["random", "fastv", "snapkv"])
 def test_text_rows_beside_picture_rows(family: str, method: str) -> None:
     """A row without a picture says what it says in the bare model; the other is reduced."""
     tiny, feed = model(family), inputs(family, "textrow")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import pytest
@@ -18,16 +19,14 @@ OWN = {name: kind for name, kind in methods().items() if kind.__module__.startsw
 
 
 # --- methods ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", OWN)
-def test_methods_with_a_variant_say_what_it_changes(name: str) -> None:
-    kind = OWN[name]
-    sources = [
-        inspect.getsource(one) for one in kind.__mro__ if one.__module__.startswith("mmaccel.") and one is not Method
-    ]
-    asks = any("self.official" in source or "def by(" in source for source in sources)
-    differs = asks or kind.official_count is not Method.official_count or issubclass(kind, Policy)
-    assert bool(official_doc(kind)) == differs
-    assert describe(name)["official"] == official_doc(kind).replace("``", "")
+def test_methods_with_a_variant_say_what_it_changes() -> None:
+    source = functools.cache(inspect.getsource)
+    for name, kind in OWN.items():
+        bases = [one for one in kind.__mro__ if one.__module__.startswith("mmaccel.") and one is not Method]
+        asks = any("self.official" in source(one) or "def by(" in source(one) for one in bases)
+        differs = asks or kind.official_count is not Method.official_count or issubclass(kind, Policy)
+        assert bool(official_doc(kind)) == differs, name
+        assert describe(name)["official"] == official_doc(kind).replace("``", ""), name
 
 
 def test_a_recipe_puts_all_its_methods_in_its_variant() -> None:

@@ -108,9 +108,8 @@ def test_vectors_are_there(request: pytest.FixtureRequest) -> None:
     assert list(folder.rglob("*.json")), f"no golden vectors below {folder}"
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.vectors[0])
-def test_the_list_is_up_to_date(entry: missing.Entry) -> None:
-    assert entry.stale() is None
+def test_the_list_is_up_to_date() -> None:
+    assert not [reason for entry in ENTRIES if (reason := entry.stale()) is not None]
 
 
 def faults_of_the_list(folder: Path, entries: Sequence[missing.Entry], full: bool) -> list[str]:

@@ -1,9 +1,10 @@
 """What the laws share beside their oracle, and which of their cases run by default.
 
-Every law lists its whole square: families, inputs, and the methods of the registry that it is about. By default a law runs
-one case for every site of its methods, or one if it lists none, drawn by a hash of the case's name: families, inputs and
-methods take turns from law to law, a new method is in the square by itself, and what is drawn stays drawn. A family that is
-drawn less than three times in all gets more, where all laws are collected. All other cases are marked `full`.
+Every law lists its whole square: families, inputs, and the methods of the registry that it is about; `pairwise.py` says which
+cases of it there are. Of these a law by default runs one for every site of its methods, or one if it lists none, drawn by a
+hash of the case's name: families, inputs and methods take turns from law to law, a new method is in the square by itself, and
+what is drawn stays drawn. A family that is drawn less than three times in all gets more, where all laws are collected. All
+other cases are marked `full`.
 """
 
 from __future__ import annotations

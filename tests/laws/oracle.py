@@ -27,6 +27,7 @@ from transformers import LogitsProcessor
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+import mmaccel
 from mmaccel import Recipe, Stage, UnsupportedError, accelerated, get_method, recipes
 from mmaccel.core.reduction import Reduction
 from mmaccel.families import family_of
@@ -283,7 +284,7 @@ def named_recipes() -> tuple[str, ...]:
 
 def has_site(name: str, site: str) -> bool:
     """Whether a recipe has a stage at a site."""
-    return any(get_method(stage.method).site == site for stage in recipes()[name].stages)
+    return any(get_method(stage.method).site == site for stage in in_book(name).stages)
 
 
 def for_good(name: str) -> bool:
@@ -315,8 +316,20 @@ def families_in_turn(names: Sequence[str], each: int = 1, of: Sequence[str] = zo
 def shortens(name: str) -> bool:
     """Whether a recipe has tokens reach fewer layers, whatever they show, and not only their keys leave the cache."""
     sites = "encoder", "projector", "layers"
-    made = [get_method(stage.method) for stage in recipes()[name].stages]
+    made = [get_method(stage.method) for stage in in_book(name).stages]
     return any(one.site in sites and one.budget != "none" for one in made)
+
+
+@functools.cache
+def in_book(name: str) -> Recipe:
+    """The recipe of that name; the book is made anew whenever it is asked for."""
+    return mmaccel.get_recipe(name)
+
+
+@functools.cache
+def built(name: str, variant: Variant) -> list[tuple[Stage, Method]]:
+    """The methods of a recipe in a variant."""
+    return in_book(name).override(variant=variant).build()
 
 
 @functools.cache
@@ -325,7 +338,7 @@ def fits(name: str, family: str, variant: Variant = "exact", **overrides: Any) -
     PaliGemma 2 is that older releases of transformers do not load with eager attention."""
     try:
         known = family_of(bare(family, **overrides), zoo.processor(family)) if overrides else adapter(family)
-        for _, made in recipes()[name].override(variant=variant).build():
+        for _, made in built(name, variant):
             if not isinstance(made, FramesMethod):
                 made.fit(known).by(variant).suits(known)
     except UnsupportedError:

@@ -184,8 +184,8 @@ def keys(handle, stats, held, shown, reaches):
     torch.testing.assert_close(found.mean(0), asked.mean(0))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("family", "kind"), USUAL)
+@pytest.mark.square("name", NAMES)
+@pytest.mark.square(("family", "kind"), USUAL)
 def test_what_is_asked_is_kept(family, kind, name):
     for retain in few(family, kind, name):
         check(family, kind, name, retain)
@@ -197,7 +197,7 @@ def test_a_row_without_a_picture_beside_one_with(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("family", "name"), oracle.families_in_turn(NAMES, 3))
+@pytest.mark.square(("family", "name"), oracle.families_in_turn(NAMES, 3))
 def test_what_is_asked_is_kept_everywhere(family, name):
     for kind in zoo.kinds(family):
         for retain in few(family, kind, name) if kind != "text" else ():
@@ -216,8 +216,8 @@ def test_no_method_is_refused_everywhere():
 STAGED = [name for name in NAMES if len(recipes()[name].stages) > 1]
 
 
-@pytest.mark.parametrize("name", STAGED)
-@pytest.mark.parametrize("retain", (None, 0.25, 0.1))
+@pytest.mark.square("name", STAGED)
+@pytest.mark.square("retain", (None, 0.25, 0.1))
 def test_no_stage_is_without_effect(name, retain):
     """In a model as deep as the papers' every stage with a budget of its own drops something; where thresholds decide and
     find nothing, a note says so."""
@@ -241,8 +241,8 @@ def test_no_stage_is_without_effect(name, retain):
 CHOOSERS = [name for name, kind in synthetic.offered(FramesMethod).items() if kind.only_chooses]
 
 
-@pytest.mark.parametrize("name", CHOOSERS)
-@pytest.mark.parametrize("retain", (1e-6, 0.1, 0.29, 0.5, 1.0))
+@pytest.mark.square("name", CHOOSERS)
+@pytest.mark.square("retain", (1e-6, 0.1, 0.29, 0.5, 1.0))
 def test_frames_that_are_asked_for_are_chosen(name, retain, monkeypatch):
     monkeypatch.setattr(FrameEncoder, "load", lambda name: synthetic.StandIn())
     (method,) = synthetic.built(methods()[name])

@@ -22,7 +22,7 @@ from mmaccel.kv.layer import CompressedLayer
 from mmaccel.kv.recurrent import states_of
 from mmaccel.method import LayerMethod, Policy, ProjectorMethod
 
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.square("family", FAMILIES, of="kinds")
 #: every recipe on every family that has what it asks for
 SQUARE = [
     (family, name)
@@ -68,7 +68,7 @@ def whole(layers: list[tuple[int, int]]) -> int:
     return sum(heads * unit for heads, unit in layers)
 
 
-@pytest.mark.parametrize(("family", "method", "kind"), oracle.in_turn(SQUARE, lambda _: ("image", "uneven")))
+@pytest.mark.square(("family", "method", "kind"), oracle.in_turn(SQUARE, lambda _: ("image", "uneven")))
 def test_reported_is_held(family: str, method: str, kind: str) -> None:
     """After a first and a second turn, with dense and with ragged layers."""
     tiny, feed = model(family), inputs(family, kind)
@@ -93,7 +93,7 @@ def test_reported_is_held_by_loops_and_beams(family: str) -> None:
         assert tiny.mmaccel.stats()["kv_bytes"] == held(beams.past_key_values)
 
 
-@pytest.mark.parametrize(("family", "method"), [case for case in SQUARE if case[1] in DROPPING])
+@pytest.mark.square(("family", "method"), [case for case in SQUARE if case[1] in DROPPING])
 def test_pruned_is_less_in_proportion(family: str, method: str) -> None:
     """Keys and values are exactly those that the counts promise; what else is held is small."""
     tiny, feed, new = model(family), inputs(family), 2

@@ -14,7 +14,7 @@ from mmaccel import accelerated
 from mmaccel.core.reduction import Reduction, top_mask
 from mmaccel.method import ChunkMethod, LayerMethod, ProjectorMethod
 
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.square("family", FAMILIES, of="kinds")
 
 
 def square(*names: str) -> list[tuple[str, str]]:
@@ -34,7 +34,7 @@ def run(tiny: Any, feed: dict[str, Any]) -> tuple[Any, ...]:
     return made.kept, links.source, links.slot, links.weight, out.sequences, logits(out), *sum(stored, ())
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "method", "kind"),
     oracle.in_turn(oracle.families_in_turn(oracle.named_recipes(), 3), lambda _: ("image", "uneven")),
 )
@@ -79,7 +79,7 @@ def test_ties_go_to_the_lower_slot() -> None:
     ]
 
 
-@pytest.mark.parametrize(("family", "name"), square(*oracle.named(ProjectorMethod, LayerMethod, ChunkMethod)))
+@pytest.mark.square(("family", "name"), square(*oracle.named(ProjectorMethod, LayerMethod, ChunkMethod)))
 def test_a_grey_picture(family: str, name: str) -> None:
     """A picture of one colour makes ties in the model itself; the choice is still the same every time."""
     from PIL import Image

@@ -221,7 +221,7 @@ def test_the_machine_keeps_the_rules_of_devices():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [*RECIPES, WEIGHED])
+@pytest.mark.square("name", RECIPES, of="kinds")
 def test_a_model_on_the_second_device(name):
     got = agrees("llava", "image", name, "cuda:1")
     assert got.refused or any(step.events for step in got.steps)
@@ -274,7 +274,7 @@ def test_a_model_spread_over_two_devices(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "name", "kind"),
     oracle.in_turn(oracle.families_in_turn(RECIPES, 2, tuple(FAMILIES)), lambda family: FAMILIES[family]),
 )

@@ -124,7 +124,7 @@ def forced(family: str, rows: tuple[int, ...]) -> Tensor:
     return oracle.force(family, 4, STEPS + LATER)[list(rows)]
 
 
-@pytest.mark.parametrize(("family", "name"), CASES)
+@pytest.mark.square(("family", "name"), CASES, known=RECIPES)
 def test_a_row_without_pictures_is_bare(family: str, name: str) -> None:
     """Beside rows with pictures, in the prompt, while decoding and in a second turn."""
     rows, model = together(name), oracle.subject(family)
@@ -159,7 +159,7 @@ def equal_tokens_tie(monkeypatch: pytest.MonkeyPatch) -> Callable[[Recipe], None
     return tie
 
 
-@pytest.mark.parametrize(("family", "name"), CASES)
+@pytest.mark.square(("family", "name"), CASES, known=RECIPES)
 def test_a_row_of_a_conversation_is_the_row_alone(
     family: str, name: str, equal_tokens_tie: Callable[[Recipe], None]
 ) -> None:
@@ -179,7 +179,7 @@ def test_a_row_of_a_conversation_is_the_row_alone(
                 close(batch[turn][at], wanted[0], PACKED if packs else TOLERANCE)
 
 
-@pytest.mark.parametrize(("family", "name"), [case for case in CASES if len(together(case[1])) < 4])
+@pytest.mark.square(("family", "name"), [case for case in CASES if len(together(case[1])) < 4], known=RECIPES)
 def test_rows_that_cannot_be_in_one_batch_are_refused(family: str, name: str) -> None:
     """By number, with what to do, before anything of the cache has changed."""
     model, turns = oracle.subject(family), conversation(family)

@@ -21,7 +21,7 @@ KEEPERS = tuple(
     if get_method(name).budget in ("exact", "at_most")
 )
 CASES = [(family, kind) for family in zoo.FAMILIES for kind in zoo.kinds(family)]
-cases = pytest.mark.parametrize(("family", "kind"), CASES, ids=str)
+cases = pytest.mark.square(("family", "kind"), CASES, ids=str)
 UNPADDED = ("image", "images", "video", "mixed", "text")
 
 
@@ -105,15 +105,16 @@ def keeps_everything(family, kind, what, batch=1, **overrides):
         oracle.close(alone[valid], wanted_whole[valid])
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "name", "kind"),
     oracle.in_turn([(f, name) for f in zoo.FAMILIES for name in KEEPERS if oracle.fits(name, f)], zoo.kinds),
+    of="pairs",
 )
 def test_keeping_everything_is_the_bare_model(family, name, kind):
     keeps_everything(family, kind, oracle.recipe(name, family, 1.0))
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "overrides", "name"),
     [
         (family, given, name)
@@ -131,7 +132,7 @@ def test_keeping_everything_with_sliding_windows(family, overrides, name):
     oracle.close(got.prompt[valid], bare(**feed).logits[valid])
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "name"),
     [
         (family, name)
@@ -150,8 +151,8 @@ def test_all_stages_keep_everything_in_batches_and_beams(family, name):
     oracle.close(logits, wanted_logits)
 
 
-@pytest.mark.parametrize("turn", range(max(len(oracle.named(kind)) for kind in SITES)))
-@pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.square("turn", range(max(len(oracle.named(kind)) for kind in SITES)))
+@pytest.mark.square("family", zoo.FAMILIES)
 def test_a_recipe_of_every_site_keeps_everything(family, turn):
     """Each method takes its turn among those of its site that the family has; where keys are evicted no tokens come back."""
     alone = {name for name in KEEPERS if issubclass(get_method(name), ReturningMethod)}
@@ -168,7 +169,7 @@ def test_a_recipe_of_every_site_keeps_everything(family, turn):
 SLOW = (("qwen2_5_vl", 0.5), ("qwen2_5_vl", 8.0), ("qwen3_omni_moe", 0.7), ("qwen3_omni_moe", 8.3))
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "seconds", "name"),
     [
         (family, seconds, name)

@@ -58,8 +58,8 @@ def merged(what, got):
     return [(stage.options.get("layer", 0), got.reduction)]
 
 
-@pytest.mark.parametrize("family", [family for family in zoo.FAMILIES if not oracle.adapter(family).stateful])
-@pytest.mark.parametrize("kind", ("video", "uneven"))
+@pytest.mark.square("family", [family for family in zoo.FAMILIES if not oracle.adapter(family).stateful])
+@pytest.mark.square("kind", ("video", "uneven"))
 def test_layer_after_layer(family, kind, monkeypatch):
     """A method that works at several layers: what it drops or merges at each is hidden, or taken up, from there on."""
     kind = kind if kind in zoo.kinds(family) else "images"
@@ -89,10 +89,11 @@ def test_layer_after_layer(family, kind, monkeypatch):
     assert sum(held[layer:]) <= 0.5 * (int(visual.sum()) + units) * len(held[layer:])
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "name", "kind"),
     # unequal pictures in a padded batch, which are the hardest, and the others in turn
     [*square(("uneven",)), *oracle.in_turn(square(), lambda family: [k for k in zoo.kinds(family) if k in OTHERS])],
+    of="pairs",
 )
 def test_dropping_is_hiding(family, name, kind):
     feed, made = zoo.inputs(family, kind), get_method(name)
@@ -117,11 +118,11 @@ def test_dropping_is_hiding(family, name, kind):
     assert all(torch.equal(held[i], got.kept) for i in range(layer, len(held)))
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "overrides", "name"),
     [(family, given, name) for family, given in oracle.WINDOWS for name in NAMES if oracle.fits(name, family)],
 )
-@pytest.mark.parametrize("kind", ("image", "uneven"))
+@pytest.mark.square("kind", ("image", "uneven"))
 def test_sliding_windows_count_original_places(family, overrides, kind, name):
     # the window must reach into the picture, or there is nothing to hide
     feed = zoo.inputs(family, kind, question="a?")
@@ -129,8 +130,8 @@ def test_sliding_windows_count_original_places(family, overrides, kind, name):
     holds(family, feed, oracle.recipe(name, family, 0.05 if name in KEYS else 0.5), **overrides)
 
 
-@pytest.mark.parametrize(("overrides", "name"), [(given, name) for _, given in oracle.RENEWED for name in NAMES])
-@pytest.mark.parametrize("kind", ("uneven", "video"))
+@pytest.mark.square(("overrides", "name"), [(given, name) for _, given in oracle.RENEWED for name in NAMES])
+@pytest.mark.square("kind", ("uneven", "video"))
 def test_other_language_models(overrides, kind, name):
     holds("internvl", zoo.inputs("internvl", kind), oracle.recipe(name, "internvl"), **overrides)
 
@@ -143,15 +144,15 @@ def test_layers_in_which_rope_is_stretched(kind, name):
     holds("molmo2", zoo.inputs("molmo2", kind), oracle.recipe(name, "molmo2"), rope_scaling_layers=(1, 3))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if oracle.fits(name, "mistral3")])
-@pytest.mark.parametrize("kind", ("image", "images"))
+@pytest.mark.square("name", [name for name in NAMES if oracle.fits(name, "mistral3")])
+@pytest.mark.square("kind", ("image", "images"))
 def test_queries_that_grow_with_their_positions(kind, name):
     """One row: without relative positions padding would move what the bare model answers, too."""
     growing = {"model_type": "ministral3", "rope_parameters": oracle.GROWING}
     holds("mistral3", zoo.inputs("mistral3", kind), oracle.recipe(name, "mistral3"), **growing)
 
 
-@pytest.mark.parametrize(("family", "name", "kind"), square(("image", "uneven"), families=("llava", "qwen2_5_vl")))
+@pytest.mark.square(("family", "name", "kind"), square(("image", "uneven"), families=("llava", "qwen2_5_vl")))
 def test_on_top_of_eager_attention(family, name, kind):
     model = zoo.model(family)
     model.set_attn_implementation("eager")
@@ -170,8 +171,8 @@ def test_text_keys_with_a_budget(family, kind):
         assert torch.equal(kept, ((text.sum(1) + 1) // 2)[:, None].expand_as(kept))
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
-@pytest.mark.parametrize("kind", ("images", "uneven"))
+@pytest.mark.square("family", zoo.FAMILIES)
+@pytest.mark.square("kind", ("images", "uneven"))
 def test_stages_of_all_sites_together(family, kind):
     layer = {"layer": oracle.first_layer(family)}
     stages = (
@@ -198,7 +199,7 @@ def test_without_a_processor(family, kind):
     holds(family, zoo.inputs(family, kind), oracle.recipe("random", family), processor=False)
 
 
-@pytest.mark.parametrize(("family", "name"), oracle.families_in_turn(DROPPING, 3))
+@pytest.mark.square(("family", "name"), oracle.families_in_turn(DROPPING, 3))
 def test_a_loop_of_the_callers_own(family, name):
     """Forwards on a kept cache, one token and several at a time, without mask or positions."""
     feed, model = zoo.inputs(family, "image"), oracle.subject(family)
@@ -219,7 +220,7 @@ def test_a_loop_of_the_callers_own(family, name):
     oracle.close(torch.cat(got, dim=1), wanted)
 
 
-@pytest.mark.parametrize(("family", "name"), oracle.families_in_turn(DROPPING, 3))
+@pytest.mark.square(("family", "name"), oracle.families_in_turn(DROPPING, 3))
 def test_a_picture_behind_a_turn_of_text(family, name):
     """The cache of the first turn is an ordinary one; from the cut on its layers go their own ways."""
     first, second = zoo.inputs(family, "text"), zoo.inputs(family, "image")
@@ -257,7 +258,7 @@ def left_out(family, feed, name, seen, held, chosen, lengths):
     return oracle.Seen(prompt, seen, oracle.below(family, name, feed))
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "name", "kind"), oracle.in_turn(oracle.families_in_turn(TOKENS, 3), lambda _: ("image", "uneven"))
 )
 def test_without_a_cache(family, name, kind):
@@ -270,7 +271,7 @@ def test_without_a_cache(family, name, kind):
     oracle.close(logits[got.kept], got.prompt[got.kept])
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "name", "kind"), oracle.in_turn(oracle.families_in_turn(DROPPING, 3), lambda _: ("image", "uneven"))
 )
 def test_beams(family, name, kind):
@@ -320,7 +321,7 @@ def test_generating_without_a_cache(family):
     oracle.close(logits, oracle.replay(family, feed, forced, got.seen)[1])
 
 
-@pytest.mark.parametrize(("family", "name"), oracle.families_in_turn(DROPPING, 3))
+@pytest.mark.square(("family", "name"), oracle.families_in_turn(DROPPING, 3))
 def test_labels_behind_dropped_rows_are_ignored(family, name):
     feed, model = zoo.inputs(family, "image"), oracle.subject(family)
     labels = feed["input_ids"].clone()

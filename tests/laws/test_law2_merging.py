@@ -52,7 +52,7 @@ def substituted(owner: Tensor, kept: Tensor):
     return change
 
 
-@pytest.mark.parametrize(("family", "kind"), cases(zoo.FAMILIES, KINDS), ids=str)
+@pytest.mark.square(("family", "kind"), cases(zoo.FAMILIES, KINDS), ids=str)
 def test_pooling_is_averaging_by_hand(family, kind):
     feed = zoo.inputs(family, kind)
     forced = oracle.force(family, len(feed["input_ids"]))
@@ -191,9 +191,9 @@ def averaging_tower(family: str, merges: list[Merge], handles: list) -> list[Mer
     return left
 
 
-@pytest.mark.parametrize(("family", "kind"), cases(oracle.MERGING, KINDS), ids=str)
-@pytest.mark.parametrize("name", [name for name, m in synthetic.offered(EncoderMethod).items() if m.proportional])
-@pytest.mark.parametrize("retain", (0.5, 0.35))
+@pytest.mark.square(("family", "kind"), cases(oracle.MERGING, KINDS), ids=str)
+@pytest.mark.square("name", [name for name, m in synthetic.offered(EncoderMethod).items() if m.proportional])
+@pytest.mark.square("retain", (0.5, 0.35))
 def test_merging_in_the_encoder_is_averaging_its_full_grid(family, kind, name, retain):
     feed, model, bare = zoo.inputs(family, kind), oracle.subject(family), oracle.bare(family)
     with accelerated(model, name, retain=retain, processor=zoo.processor(family)), watched_merges() as merges:
@@ -217,7 +217,7 @@ def test_merging_in_the_encoder_is_averaging_its_full_grid(family, kind, name, r
         oracle.apart(got["deepstack_visual_embeds"][-1], plain["deepstack_visual_embeds"][-1])
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "kind", "name"),
     [
         (*case, name)
@@ -369,7 +369,7 @@ def test_a_merge_is_drawn_as_groups():
 # -------------------------------------------------------------------------------------------------------- renumbering
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "name", "kind"),
     oracle.in_turn(
         [(f, name) for f in zoo.FAMILIES for name in oracle.named(ProjectorMethod) if oracle.fits(name, f)],
@@ -419,7 +419,7 @@ def test_paper_positions_are_a_fresh_short_prompt(family, name, kind):
         oracle.apart(got.steps, keep.steps)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "name"),
     [
         (family, name)

@@ -82,15 +82,15 @@ def holds(family, feed, what, **overrides):
     return weights
 
 
-@pytest.mark.parametrize(("family", "name"), SHORT)
+@pytest.mark.square(("family", "name"), SHORT)
 def test_a_picture(family: str, name: str) -> None:
     holds(family, zoo.inputs(family, "image"), weighed(oracle.recipe(name, family)))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["image", "images", "uneven", "textrow", "video", "mixed"])
-@pytest.mark.parametrize("name", ["divprune", "aim-merge"])
-@pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.square("kind", ["image", "images", "uneven", "textrow", "video", "mixed"])
+@pytest.mark.square("name", ["divprune", "aim-merge"])
+@pytest.mark.square("family", zoo.FAMILIES)
 def test_all_inputs(family: str, name: str, kind: str) -> None:
     if kind not in zoo.kinds(family):
         return

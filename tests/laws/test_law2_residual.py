@@ -55,8 +55,8 @@ def holds(family, feed, what, monkeypatch, weigh=lambda reduction, layout: None)
     oracle.apart(got.steps, oracle.replay(family, feed, forced, got.seen, weights=weights)[1])
 
 
-@pytest.mark.parametrize("family", [family for family in zoo.FAMILIES if oracle.fits("learned", family)])
-@pytest.mark.parametrize("kind", ["video", "uneven"])
+@pytest.mark.square("family", [family for family in zoo.FAMILIES if oracle.fits("learned", family)])
+@pytest.mark.square("kind", ["video", "uneven"])
 def test_what_is_added_is_what_the_language_model_reads(family, kind, tmp_path, monkeypatch):
     feed = zoo.inputs(family, kind if kind in zoo.kinds(family) else "images")
     holds(family, feed, get_recipe(selector(oracle.subject(family), tmp_path), retain=0.3), monkeypatch)

@@ -61,7 +61,7 @@ def agrees(family, feed, what, **overrides):
     return got
 
 
-@pytest.mark.parametrize(("family", "name", "kind"), oracle.in_turn(SQUARE, lambda _: ("uneven", "textrow")))
+@pytest.mark.square(("family", "name", "kind"), oracle.in_turn(SQUARE, lambda _: ("uneven", "textrow")), of="pairs")
 def test_a_row_in_a_batch_is_the_row_alone(family, name, kind):
     agrees(family, zoo.inputs(family, kind), made(name, family))
 
@@ -73,7 +73,7 @@ def test_four_rows_with_a_recipe_of_three_sites(family):
     agrees(family, zoo.inputs(family, "uneven", batch=4), Recipe("three", stages))
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "overrides", "name"),
     [
         (family, given, name)
@@ -86,27 +86,27 @@ def test_with_sliding_windows(family, overrides, name):
     agrees(family, zoo.inputs(family, "uneven"), oracle.recipe(name, family), **overrides)
 
 
-@pytest.mark.parametrize(("overrides", "name"), [(given, name) for _, given in oracle.RENEWED for name in METHODS])
+@pytest.mark.square(("overrides", "name"), [(given, name) for _, given in oracle.RENEWED for name in METHODS])
 def test_with_other_language_models(overrides, name):
     agrees("internvl", zoo.inputs("internvl", "uneven"), oracle.recipe(name, "internvl"), **overrides)
 
 
-@pytest.mark.parametrize(("family", "name"), [case for case in SQUARE if get_method(case[1]).site == "projector"])
+@pytest.mark.square(("family", "name"), [case for case in SQUARE if get_method(case[1]).site == "projector"])
 def test_with_paper_positions(family, name):
     agrees(family, zoo.inputs(family, "uneven"), oracle.recipe(name, family).override(positions="paper"))
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
-@pytest.mark.parametrize("count", (1, 7))
+@pytest.mark.square("family", zoo.FAMILIES)
+@pytest.mark.square("count", (1, 7))
 def test_a_count_for_every_picture(family, count):
     agrees(family, zoo.inputs(family, "uneven"), oracle.recipe("divprune", family, count))
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "name"),
     [(family, name) for family in zoo.FAMILIES for name in oracle.named(ChunkMethod) if oracle.fits(name, family)],
 )
-@pytest.mark.parametrize("kind", ("uneven", "textrow"))
+@pytest.mark.square("kind", ("uneven", "textrow"))
 def test_rows_of_as_many_chunks_as_they_need(family, name, kind):
     """A count a picture, of pictures of different size, so that chunks of a row join where those of another have joined."""
     layer = max(1, oracle.adapter(family).deepstack - 1)
@@ -117,7 +117,7 @@ def test_rows_of_as_many_chunks_as_they_need(family, name, kind):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("family", "seed"), [(family, turn % 3) for turn, family in enumerate(zoo.FAMILIES)])
+@pytest.mark.square(("family", "seed"), [(family, turn % 3) for turn, family in enumerate(zoo.FAMILIES)])
 def test_whatever_products_round(family, seed):
     """Products that round otherwise in a batch than alone change nothing: copies tie, and all else has a margin."""
     with noisy(seed):
@@ -128,13 +128,13 @@ def test_whatever_products_round(family, seed):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("family", "name"), oracle.families_in_turn(METHODS))
+@pytest.mark.square(("family", "name"), oracle.families_in_turn(METHODS))
 def test_a_row_in_a_batch_whatever_products_round(family, name):
     with noisy(1):
         test_a_row_in_a_batch_is_the_row_alone(family, name, "uneven")
 
 
-@pytest.mark.parametrize(("family", "name"), oracle.families_in_turn(METHODS, 3))
+@pytest.mark.square(("family", "name"), oracle.families_in_turn(METHODS, 3))
 def test_the_choices_compared_have_a_margin(family, name):
     """Louder noise changes none of them, so that a batch and a row alone must agree on any machine."""
     feed, model = zoo.inputs(family, "uneven"), oracle.subject(family)
@@ -158,7 +158,7 @@ def padded_on_the_right(feed):
     return out
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "name"), [case for case in SQUARE if get_method(case[1]).site in ("projector", "layers")]
 )
 def test_a_forward_padded_on_the_right(family, name):

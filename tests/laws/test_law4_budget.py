@@ -91,14 +91,14 @@ def check(family, kind, name, retain):
     assert stage["tokens_kept"] == stats["visual_tokens_kept"] == int((kept & visual).sum())
 
 
-@pytest.mark.parametrize(("family", "name", "retain"), oracle.in_turn(square(TOKENS), lambda _: RETAIN))
+@pytest.mark.square(("family", "name", "retain"), oracle.in_turn(square(TOKENS), lambda _: RETAIN))
 def test_token_budgets(family, name, retain):
     for kind in KINDS:
         if kind in zoo.kinds(family):
             check(family, kind, name, retain)
 
 
-@pytest.mark.parametrize(("family", "name", "retain"), oracle.in_turn(square(EVEN), lambda _: RETAIN))
+@pytest.mark.square(("family", "name", "retain"), oracle.in_turn(square(EVEN), lambda _: RETAIN))
 def test_key_budgets(family, name, retain):
     """Every head of every layer keeps the sum of its row's pictures, and all text."""
     feed, model = zoo.inputs(family, "uneven"), oracle.subject(family)
@@ -112,9 +112,9 @@ def test_key_budgets(family, name, retain):
         assert torch.equal(heads & ~visual[:, None], (valid & ~visual)[:, None].expand_as(heads))
 
 
-@pytest.mark.parametrize("retain", (0.29, 0.5, 0.75, 1.0, 9, 20))
-@pytest.mark.parametrize("kind", ("image", "images", "uneven"))
-@pytest.mark.parametrize("family", ("llava", "video_llava"))
+@pytest.mark.square("retain", (0.29, 0.5, 0.75, 1.0, 9, 20))
+@pytest.mark.square("kind", ("image", "images", "uneven"))
+@pytest.mark.square("family", ("llava", "video_llava"))
 def test_merging_in_the_encoder_meets_its_budget(family, kind, retain):
     """Where one patch is one token, as many tokens stay as patches do."""
     side = 36 if family == "llava" else 16
@@ -163,14 +163,14 @@ def test_late_frames_are_pooled_like_early_ones(family):
     assert left == [{9: 4, 16: 8}[len(segments[0].places)]] * len(left)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     "family",
     (
         *("llava_next", "llava_onevision", "internvl", "smolvlm", "idefics3", "aya_vision", "got_ocr2"),
         *("granite4_vision", "lfm2_vl", "ovis2"),
     ),
 )
-@pytest.mark.parametrize("retain", (0.25, 0.5, 10))
+@pytest.mark.square("retain", (0.25, 0.5, 10))
 def test_moviechat_pools_every_tile_on_its_own_grid(family, retain):
     """Most of the budget is used: windows of a tile fall short of it by less than a half."""
     for kind in ("image", "images", "uneven"):
@@ -197,8 +197,8 @@ def test_ratios_refer_to_the_original_count():
 WRONG = (0, 0.0, -1, -0.5, 1.5, 64.0, math.nan, math.inf, True, False, "0.5")
 
 
-@pytest.mark.parametrize("retain", WRONG, ids=repr)
-@pytest.mark.parametrize("name", BUDGETED)
+@pytest.mark.square("retain", WRONG, ids=str)
+@pytest.mark.square("name", BUDGETED)
 def test_what_is_no_budget_is_refused(name, retain):
     model = oracle.subject("llava")
     with pytest.raises(MmaccelError) as caught:
@@ -231,7 +231,7 @@ def test_a_wrong_budget_leaves_the_recipe_that_was_there():
         assert model.mmaccel.recipe.name == "random"
 
 
-@pytest.mark.parametrize(("family", "name"), square((*TOKENS, *KEYS), ("llava", "qwen2_5_vl", "llava_next")))
+@pytest.mark.square(("family", "name"), square((*TOKENS, *KEYS), ("llava", "qwen2_5_vl", "llava_next")))
 def test_a_count_that_no_picture_has_keeps_everything(family, name):
     """To the bit what a share of 1.0 does, and the notes say so."""
     feed, model = zoo.inputs(family, "uneven"), oracle.subject(family)

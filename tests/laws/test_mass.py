@@ -32,7 +32,7 @@ def _cases() -> list[tuple[str, str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("family", "name", "kind"), _cases())
+@pytest.mark.square(("family", "name", "kind"), _cases())
 def test_weights_sum_to_one_and_masses_to_the_tokens(family: str, name: str, kind: str) -> None:
     """Every kept token is a mean: its weights sum to one; and each token with a cell counts in exactly one of them."""
     tiny, feed = model(family), inputs(family, kind)

@@ -92,7 +92,7 @@ def greedy(model: Any, feed: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "name", "precision"), oracle.in_turn(RECIPES, precisions), ids=lambda x: getattr(x, "name", x)
 )
 def test_every_recipe_works(family, name, precision):
@@ -128,7 +128,7 @@ def noise(family: str, kind: str) -> float:
     return max(float(x.abs().max()) for x in moved)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "name", "kind"),
     oracle.in_turn([(f, name) for f in zoo.FAMILIES for name in KEEPERS if oracle.fits(name, f)], zoo.kinds),
 )
@@ -143,7 +143,7 @@ def test_keeping_everything_under_autocast(family, name, kind):
     oracle.close(got[1], wanted[1], NOISE * noise(family, kind), "decoded logits")
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "name", "kind"),
     oracle.in_turn([(f, name) for f in zoo.FAMILIES for name in DROPPING if oracle.fits(name, f)], zoo.kinds),
 )

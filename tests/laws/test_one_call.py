@@ -24,7 +24,7 @@ BUDGETS = tuple(name for name in oracle.named_recipes() if mmaccel.get_recipe(na
 #: what the budgets of a conversation may meet: nothing in the cache, fewer keys, a schedule, sparse reads, packed keys
 CONVERSATIONS = ("test-fixed", "snapkv", "h2o-decode", "quest", "test-fixed+kivi")
 MORE, LESS = 0.6, 0.2
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.square("family", FAMILIES, of="kinds")
 
 
 def put_on(family: str, name: str, retain: float) -> Any:
@@ -38,7 +38,7 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one.sequences, other.sequences) and torch.equal(logits(one), logits(other))
 
 
-@pytest.mark.parametrize(("family", "recipe"), oracle.families_in_turn(BUDGETS))
+@pytest.mark.square(("family", "recipe"), oracle.families_in_turn(BUDGETS))
 def test_a_budget_for_one_call_is_that_of_a_model_made_for_it(family: str, recipe: str) -> None:
     tiny, feed = model(family), inputs(family, "uneven")
     with put_on(family, recipe, LESS):
@@ -55,7 +55,7 @@ def test_a_budget_for_one_call_is_that_of_a_model_made_for_it(family: str, recip
     assert by_content or wanted["stages"] != usual["stages"] or wanted["kv_bytes"] < usual["kv_bytes"]
 
 
-@pytest.mark.parametrize(("family", "recipe"), oracle.families_in_turn(oracle.named_recipes()))
+@pytest.mark.square(("family", "recipe"), oracle.families_in_turn(oracle.named_recipes()), of="kinds")
 def test_false_is_the_bare_model(family: str, recipe: str) -> None:
     tiny, feed = model(family), inputs(family, "uneven")
     bare = generate(tiny, feed)
@@ -87,7 +87,7 @@ def test_a_direct_forward_takes_it_too(family: str) -> None:
     assert int(less.isnan().sum()) > int(more.isnan().sum()) > 0
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("recipe", "asked"),
     [
         ("test-fixed", {"positions": "paper"}),
@@ -106,8 +106,8 @@ def test_all_that_one_call_may_have_otherwise(family: str, recipe: str, asked: d
         assert same(generate(tiny, feed, mmaccel=asked), wanted)
 
 
-@pytest.mark.parametrize("recipe", CONVERSATIONS)
-@pytest.mark.parametrize("first", [LESS, None])
+@pytest.mark.square("recipe", CONVERSATIONS)
+@pytest.mark.square("first", [LESS, None])
 @families
 def test_a_conversation_may_change_its_budget(family: str, recipe: str, first: float | None) -> None:
     """What was kept stays; what is new is kept by the budget of its turn, as if the model had been accelerated anew."""

@@ -58,8 +58,8 @@ def by_place(layer: Any) -> tuple[Tensor, Tensor]:
     return tuple(x.gather(2, order.expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.square("family", FAMILIES)
+@pytest.mark.square("codec", CODECS)
 def test_decoding_attends_to_what_is_stored(family: str, codec: str) -> None:
     """A bare model on a plain cache that holds what decoding the pages gives, in the order of the tokens: same logits."""
     tiny, feed = model(family), inputs(family)
@@ -111,8 +111,8 @@ def test_eight_bits_answer_as_the_bare_model(family: str) -> None:
     assert divergence(logits(second), logits(generate(tiny, whole, new=4))) < 1e-3
 
 
-@pytest.mark.parametrize("family", SHORT)
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.square("family", SHORT)
+@pytest.mark.square("codec", CODECS)
 def test_a_padded_row_is_stored_as_if_alone(family: str, codec: str) -> None:
     tiny, feed = model(family), inputs(family, "uneven")
     with accelerated(tiny, CODECS[codec]), torch.no_grad():

@@ -34,7 +34,7 @@ METHODS = oracle.named(PatchMethod)
 KINDS = ("image", "images", "video", "mixed", "uneven")
 OPEN = tuple(family for family in zoo.FAMILIES if oracle.adapter(family).closed is None)
 CASES = [(family, kind) for family in OPEN for kind in zoo.kinds(family) if kind in KINDS]
-cases = pytest.mark.parametrize(("family", "kind"), CASES, ids=str)
+cases = pytest.mark.square(("family", "kind"), CASES, ids=str)
 
 
 @register
@@ -264,8 +264,8 @@ def flat(feed: Any) -> Any:
 SQUARE = [(family, name) for family in zoo.FAMILIES for name in METHODS if oracle.fits(name, family)]
 
 
-@pytest.mark.parametrize(("family", "name"), SQUARE)
-@pytest.mark.parametrize("kind", ("uneven", "textrow"))
+@pytest.mark.square(("family", "name"), SQUARE)
+@pytest.mark.square("kind", ("uneven", "textrow"))
 def test_a_row_in_a_batch_is_the_row_alone(family: str, name: str, kind: str) -> None:
     feed = zoo.inputs(family, kind)
     # of a row by itself the flat part would be another one
@@ -298,7 +298,7 @@ def _together(family: str, feed: Any, rows: list[Any]) -> Any:
     return whole
 
 
-@pytest.mark.parametrize(("family", "name"), SQUARE)
+@pytest.mark.square(("family", "name"), SQUARE)
 def test_pictures_without_copies_stay_whole(family: str, name: str) -> None:
     """Noise cannot be predicted: the model is the bare one to the bit."""
     feed, model = zoo.inputs(family, "images"), oracle.subject(family)
@@ -315,7 +315,7 @@ def test_pictures_without_copies_stay_whole(family: str, name: str) -> None:
         assert any("sizes" in key or "mask" in key for key in feed), "noise was predicted"
 
 
-@pytest.mark.parametrize(("family", "name"), SQUARE)
+@pytest.mark.square(("family", "name"), SQUARE)
 def test_with_a_method_behind_the_tower_that_looks_into_it(family: str, name: str) -> None:
     """What is left is reduced again, and figures of the tower are those of the patches that it has seen."""
     feed, model = flat(zoo.inputs(family, "image")), oracle.subject(family)
@@ -329,7 +329,7 @@ def test_with_a_method_behind_the_tower_that_looks_into_it(family: str, name: st
     assert figures[left].nan_to_num(1.0).min() >= 0 and figures[left].isfinite().any()
 
 
-@pytest.mark.parametrize(("family", "name"), SQUARE)
+@pytest.mark.square(("family", "name"), SQUARE)
 def test_figures_of_the_tower_do_not_know_other_tiles(family: str, name: str) -> None:
     """Tiles that keep less than others are padded, and padding attends to nothing."""
     feed, model = zoo.inputs(family, "uneven"), oracle.subject(family)
@@ -407,7 +407,7 @@ def test_what_is_predicted_by_nothing_is_an_error(monkeypatch: pytest.MonkeyPatc
 
 
 # what counts the tokens of experts does not run on the simulated machine
-@pytest.mark.parametrize(("family", "name"), [case for case in SQUARE if not case[0].endswith("_moe")])
+@pytest.mark.square(("family", "name"), [case for case in SQUARE if not case[0].endswith("_moe")])
 def test_on_a_device_as_on_the_cpu(family: str, name: str) -> None:
     """Nothing mixes devices where patches are left out, and the same are."""
     feed, reader = flat(zoo.inputs(family, "uneven")), zoo.processor(family)

@@ -50,7 +50,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "kind", "name"), [(*case, name) for case in CASES for name in TOKENS if oracle.fits(name, case[0])]
 )
 def test_gap_leaves_ids_alone(family: str, kind: str, name: str) -> None:
@@ -73,7 +73,7 @@ def test_gap_leaves_ids_alone(family: str, kind: str, name: str) -> None:
                 assert int(ours[0, row]) == valid.shape[1] + step
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "name"),
     [
         (family, name)

@@ -28,7 +28,7 @@ EVERYTHING: dict[str, Any] = {
         {"method": "snapkv", "retain": 0.5},
     ],
 }
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.square("family", FAMILIES, of="kinds")
 
 
 @mmaccel.register
@@ -72,7 +72,7 @@ def of_a_site(site: str) -> list[str]:
 
 
 @families
-@pytest.mark.parametrize("site", ["patches", "encoder", "projector", "layers", "cache", "codec", "composed"])
+@pytest.mark.square("site", ["patches", "encoder", "projector", "layers", "cache", "codec", "composed"])
 def test_every_recipe_comes_off_without_a_trace(family: str, site: str) -> None:
     """Hooks, attributes, classes, attention implementations, configurations, tensors, and the outputs to the bit."""
     tiny, feed = used(family), inputs(family, "uneven")

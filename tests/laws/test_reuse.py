@@ -135,7 +135,7 @@ def entering(door: dict[str, Any]) -> list[Tensor]:
     return [door["inputs_embeds"], *(door.get("deepstack_visual_embeds") or [])]
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "name", "kind"),
     [
         (*case, kind)
@@ -144,7 +144,7 @@ def entering(door: dict[str, Any]) -> list[Tensor]:
         if kind in zoo.kinds(case[0])
     ],
 )
-@pytest.mark.parametrize("batch", (1, 2))
+@pytest.mark.square("batch", (1, 2))
 def test_what_is_reused_is_as_if_exchanged(family: str, name: str, kind: str, batch: int) -> None:
     feed, model, bare = zoo.inputs(family, kind, batch=batch), oracle.subject(family), zoo.model(family)
     with accelerated(model, name, processor=zoo.processor(family)):
@@ -214,8 +214,8 @@ def test_with_a_method_behind_the_tower(family: str, name: str) -> None:
                 get_recipe([name, other]).build()
 
 
-@pytest.mark.parametrize("family", [family for family in zoo.FAMILIES if not any(case[0] == family for case in SQUARE)])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.square("family", [family for family in zoo.FAMILIES if not any(case[0] == family for case in SQUARE)])
+@pytest.mark.square("name", METHODS)
 def test_towers_without_clips_are_refused_in_one_sentence(family: str, name: str) -> None:
     with pytest.raises(UnsupportedError, match=r"^[^.]*; use [^.]*\.$"), accelerated(oracle.subject(family), name):
         pass

@@ -254,7 +254,7 @@ CASES = [
 # --------------------------------------------------------------------------------------------------------------- the law
 
 
-@pytest.mark.parametrize(("choices", "name"), CASES)
+@pytest.mark.square(("choices", "name"), CASES)
 def test_copies_are_one_candidate(choices: Any, name: str) -> None:
     """Whatever the last bit says, in a batch and alone."""
     for width in WIDTHS:
@@ -267,8 +267,8 @@ def test_copies_are_one_candidate(choices: Any, name: str) -> None:
                 assert singles() == clean, "alone"
 
 
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 12), marks=pytest.mark.full)], ids=["few", "many"])
-@pytest.mark.parametrize(("choices", "name"), CASES)
+@pytest.mark.square("seeds", [range(2), pytest.param(range(2, 12), marks=pytest.mark.full)])
+@pytest.mark.square(("choices", "name"), CASES)
 def test_what_has_a_margin_does_not_change(choices: Any, name: str, seeds: range) -> None:
     """Units on which louder noise of several kinds agrees; they are nearly all."""
     steady = units = 0

@@ -26,7 +26,7 @@ NAMES = (
     *(name for name in oracle.methods_that_drop(ProjectorMethod, LayerMethod) if not mmaccel.get_method(name)().taps()),
 )
 
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.square("family", FAMILIES, of="kinds")
 
 
 def together(*jobs: Callable[[], list[torch.Tensor]]) -> list[list[torch.Tensor]]:
@@ -67,7 +67,7 @@ def test_two_models_with_two_recipes(family: str) -> None:
     assert [tiny.mmaccel.stats()["stages"] for tiny in (one, other)] == figures
 
 
-@pytest.mark.parametrize(("family", "method"), oracle.families_in_turn(NAMES))
+@pytest.mark.square(("family", "method"), oracle.families_in_turn(NAMES))
 def test_one_model_with_two_inputs(family: str, method: str) -> None:
     """Pictures of other sizes and batches of other widths on the same model."""
     tiny = model(family)

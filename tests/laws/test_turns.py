@@ -37,7 +37,7 @@ METHODS = (*oracle.methods_that_drop(ProjectorMethod, LayerMethod), *oracle.poli
 FIXED = ("test-fixed", "test-fixed-layer")
 LONGER = "and what else is there to see, and why?"
 
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.square("family", FAMILIES, of="kinds")
 
 
 def pictures(family: str) -> str:
@@ -100,10 +100,12 @@ def after(
     return hide(model(family), whole, visible, left, drops_at(method, family))[:, -(grown + 1) :]
 
 
-@pytest.mark.parametrize(
-    ("family", "method"), [(family, name) for family in FAMILIES for name in METHODS if oracle.fits(name, family)]
+@pytest.mark.square(
+    ("family", "method"),
+    [(family, name) for family in FAMILIES for name in METHODS if oracle.fits(name, family)],
+    of="pairs",
 )
-@pytest.mark.parametrize("kind", ["image", "uneven"])
+@pytest.mark.square("kind", ["image", "uneven"])
 def test_text_turn_sees_what_was_kept(family: str, method: str, kind: str) -> None:
     """Only the new tokens are fed, and the answer is that of a full run with the dropped tokens hidden."""
     tiny, feed = model(family), inputs(family, kind)
@@ -128,7 +130,7 @@ def test_text_turn_sees_what_was_kept(family: str, method: str, kind: str) -> No
 
 
 @families
-@pytest.mark.parametrize("method", FIXED)
+@pytest.mark.square("method", FIXED)
 def test_new_picture_equals_one_call(family: str, method: str) -> None:
     """The new picture is reduced, and stands where one call on the whole conversation puts it."""
     tiny, kind = model(family), pictures(family)
@@ -161,7 +163,7 @@ def test_new_clip_equals_one_call(family: str) -> None:
 
 
 @families
-@pytest.mark.parametrize("method", FIXED)
+@pytest.mark.square("method", FIXED)
 def test_padded_batch_equals_each_conversation_alone(family: str, method: str) -> None:
     """Rows with other pictures, other lengths, and padding before and within the conversation."""
     tiny = model(family)
@@ -228,9 +230,9 @@ def test_a_callers_own_cache(family: str) -> None:
 
 
 @families
-@pytest.mark.parametrize("method", ["test-fixed", "test-fixed-layer", "test-fixed-cache"])
-@pytest.mark.parametrize("given", ["nothing", "mask", "positions"])
-@pytest.mark.parametrize("kind", ["image", "uneven"])
+@pytest.mark.square("method", ["test-fixed", "test-fixed-layer", "test-fixed-cache"])
+@pytest.mark.square("given", ["nothing", "mask", "positions"])
+@pytest.mark.square("kind", ["image", "uneven"])
 @torch.no_grad()
 def test_forward_loop_equals_generate(family: str, method: str, given: str, kind: str) -> None:
     """``model(...)`` token by token on a kept cache, whatever of mask and positions the caller passes on."""
@@ -279,8 +281,8 @@ def test_forward_with_several_tokens_at_once(family: str) -> None:
 
 
 @families
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("method", FIXED)
+@pytest.mark.square("masked", [False, True])
+@pytest.mark.square("method", FIXED)
 @torch.no_grad()
 def test_forward_with_a_new_picture(family: str, masked: bool, method: str) -> None:
     """A second picture by hand, with the mask of the whole conversation or none."""
@@ -303,7 +305,7 @@ def test_forward_with_a_new_picture(family: str, masked: bool, method: str) -> N
 
 
 @families
-@pytest.mark.parametrize("method", [*FIXED, "test-fixed-cache"])
+@pytest.mark.square("method", [*FIXED, "test-fixed-cache"])
 def test_interleaved_conversations(family: str, method: str) -> None:
     """A1 B1 A2 B2 with different batch sizes on one model: each as if it were alone."""
     tiny = model(family)
@@ -351,7 +353,7 @@ def test_text_conversation_between_pictures(family: str) -> None:
 
 
 @families
-@pytest.mark.parametrize("method", [*FIXED, "test-fixed-cache"])
+@pytest.mark.square("method", [*FIXED, "test-fixed-cache"])
 @torch.no_grad()
 def test_interleaved_loops_by_hand(family: str, method: str) -> None:
     """The same with ``model(...)``, token by token in turns."""
@@ -369,7 +371,7 @@ def test_interleaved_loops_by_hand(family: str, method: str) -> None:
         close(torch.stack(mine_said, dim=1), logits(out))
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("family", "method"),
     [
         (family, name)

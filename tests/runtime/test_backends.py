@@ -80,9 +80,10 @@ def flash(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> li
     return calls
 
 
-@pytest.mark.parametrize(
+@pytest.mark.square(
     ("kind", "method", "family"),
     in_turn(["image", "uneven"], ["test-fixed", "fastv", "snapkv", "test-fixed-cache"], FAMILIES, of=SHORT),
+    of="kinds",
 )
 def test_on_top_of_flash_attention(family: str, method: str, kind: str, flash: list[tuple[Any, ...]]) -> None:
     """What flash attention is called with, and that a reduced run equals the one on sdpa, over two turns."""
@@ -186,7 +187,7 @@ def test_tokens_with_weights_do_without_flash_attention(family: str, flash: list
     assert not flash
 
 
-@pytest.mark.parametrize(("kind", "family"), in_turn(["image", "uneven"], FAMILIES, of=SHORT))
+@pytest.mark.square(("kind", "family"), in_turn(["image", "uneven"], FAMILIES, of=SHORT), of="kinds")
 def test_on_top_of_eager_attention(family: str, kind: str) -> None:
     """Eager attention has no causality of its own; attentions can be asked for and are as long as what was computed."""
     feed, processor = inputs(family, kind), zoo.processor(family)

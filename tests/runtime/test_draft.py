@@ -90,7 +90,7 @@ class Forced(LogitsProcessor):
 
 
 # by choice: positions on three axes, and layers with states
-@pytest.mark.parametrize(("kind", "family"), in_turn(("uneven", "image"), zoo.FAMILIES, of=(FAMILY, "qwen3_5")))
+@pytest.mark.square(("kind", "family"), in_turn(("uneven", "image"), zoo.FAMILIES, of=(FAMILY, "qwen3_5")), of="kinds")
 def test_a_text_behind_the_prompt_is_what_an_answer_would_be(family, kind, monkeypatch):
     """The keys of what the draft writes are those of the same answer by the bare model; and nothing of it stays."""
     model, feed, found, text_behind = zoo.model(family), zoo.inputs(family, kind), [], lookahead.text_behind

@@ -40,7 +40,7 @@ def replayed(tiny: Any, family: str, feed: dict[str, Any], held: list[Tensor], r
     return hide(tiny, whole, visible, kept, inside)[0, prompt - 1 :]
 
 
-@pytest.mark.parametrize(("method", "family"), in_turn(["random", "fastv", "snapkv"], FAMILIES, of=SHORT))
+@pytest.mark.square(("method", "family"), in_turn(["random", "fastv", "snapkv"], FAMILIES, of=SHORT), of="kinds")
 def test_beams_equal_their_replay(family: str, method: str) -> None:
     """The score of every beam is that of its tokens in a full run with the dropped ones hidden."""
     if OLD and family == "internvl":
@@ -73,7 +73,7 @@ def test_beams_of_a_padded_batch(family: str) -> None:
                 assert gap(out.sequences_scores[row], alone.sequences_scores[0]) < 1e-4
 
 
-@pytest.mark.parametrize(("method", "family"), in_turn(["random", "fastv", "snapkv"], FAMILIES, of=SHORT))
+@pytest.mark.square(("method", "family"), in_turn(["random", "fastv", "snapkv"], FAMILIES, of=SHORT), of="kinds")
 def test_several_samples_of_a_prompt(family: str, method: str) -> None:
     """``num_return_sequences`` repeats the prompt; every sample is consistent with its own replay."""
     if OLD and family == "internvl":
@@ -113,7 +113,7 @@ def test_drafts_of_the_model_itself_are_refused_by_name(name: str) -> None:
 LOOKED_UP = tuple(family for family in FAMILIES if not zoo.behind(family))
 
 
-@pytest.mark.parametrize(("method", "family"), in_turn(["random", "divprune"], LOOKED_UP, of=SHORT))
+@pytest.mark.square(("method", "family"), in_turn(["random", "divprune"], LOOKED_UP, of=SHORT), of="kinds")
 def test_prompt_lookup_gives_the_greedy_tokens(family: str, method: str) -> None:
     """Candidates are fed several at a time, some are refused, and the cache is cropped."""
     tiny, feed = model(family), inputs(family)

@@ -40,7 +40,7 @@ OPEN = tuple(name for name in FAMILIES if adapters()[name].closed is None)
 
 
 # --- masks and positions ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("method", "family"), in_turn(["test-fixed", "test-fixed-layer"], FAMILIES, of=SHORT))
+@pytest.mark.square(("method", "family"), in_turn(["test-fixed", "test-fixed-layer"], FAMILIES, of=SHORT), of="kinds")
 def test_packed_sequences_are_not_seen_in_gaps(family: str, method: str) -> None:
     """Gathered positions without a mask and a cache look like packed sequences, and would be masked apart."""
     tiny, feed = model(family), inputs(family)
@@ -70,8 +70,10 @@ def test_a_block_behind_a_cache_gets_a_mask() -> None:
     assert index.mask(torch.tensor([[8]]), None) is None
 
 
-@pytest.mark.parametrize(
-    ("method", "family"), in_turn(["test-fixed", "test-fixed-layer", "test-fixed-cache"], FAMILIES, of=SHORT)
+@pytest.mark.square(
+    ("method", "family"),
+    in_turn(["test-fixed", "test-fixed-layer", "test-fixed-cache"], FAMILIES, of=SHORT),
+    of="kinds",
 )
 def test_padding_is_never_seen(family: str, method: str) -> None:
     """With an offset between logical and stored length, masks are read from the right: pads inside would show."""
@@ -107,7 +109,7 @@ def test_layers_of_different_length_in_a_second_turn(family: str) -> None:
     close(block, torch.cat(steps, dim=1))
 
 
-@pytest.mark.parametrize(("method", "family"), in_turn(["random", "fastv", "snapkv"], FAMILIES, of=SHORT))
+@pytest.mark.square(("method", "family"), in_turn(["random", "fastv", "snapkv"], FAMILIES, of=SHORT), of="kinds")
 def test_text_only_rows_run_bare(family: str, method: str) -> None:
     """Left-padded text through the registered functions is the unaccelerated model to the bit: the mask is made too."""
     tiny = model(family)
@@ -228,7 +230,7 @@ def test_adjacent_pictures_are_not_one_run() -> None:
 
 
 @old_beams
-@pytest.mark.parametrize(("method", "family"), in_turn(["attention-received", "divprune"], OPEN, of=SHORT))
+@pytest.mark.square(("method", "family"), in_turn(["attention-received", "divprune"], OPEN, of=SHORT), of="kinds")
 def test_taps_are_repeated_for_beams(family: str, method: str) -> None:
     """The tower runs before beams are made; what it said belongs to all copies of a row."""
     tiny, feed = model(family), inputs(family, "image" if family in MIXED else "uneven")

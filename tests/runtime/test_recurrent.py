@@ -24,7 +24,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 #: as the published models of Qwen have them: three of four
 REAL = [LINEAR, LINEAR, LINEAR, FULL, LINEAR]
 pytestmark = [pytest.mark.usefixtures("no_gradients")]
-families = pytest.mark.parametrize("family", NETS)
+families = pytest.mark.square("family", NETS)
 
 
 def layered(family: str, kinds: list[str]) -> Any:
@@ -48,8 +48,8 @@ def short(tiny: Any, feed: Any, kept: Tensor) -> Tensor:
 
 
 @families
-@pytest.mark.parametrize("name", ["random", "divprune"])
-@pytest.mark.parametrize("kinds", [[LINEAR, FULL] * 2, REAL], ids=["few", "real"])
+@pytest.mark.square("name", ["random", "divprune"])
+@pytest.mark.square("kinds", [[LINEAR, FULL] * 2, REAL])
 def test_what_is_dropped_has_never_been_there(family: str, name: str, kinds: list[str]) -> None:
     tiny, feed = layered(family, kinds), inputs(family)
     with accelerated(tiny, recipe_of(name, family), processor=zoo.processor(family)):
@@ -73,7 +73,7 @@ def test_states_are_those_of_what_is_left(family: str) -> None:
 
 @families
 # by choice: before the language model, inside it, in the cache
-@pytest.mark.parametrize("name", ["none", "random", "fastv", "snapkv"])
+@pytest.mark.square("name", ["none", "random", "fastv", "snapkv"])
 def test_rows_may_go_on_with_different_numbers_of_tokens(family: str, name: str) -> None:
     """Padding in front, and behind what the cache holds: every row is the row alone."""
     tiny, feed = model(family), inputs(family, "uneven")

@@ -7,7 +7,7 @@ import transformers
 from laws.helpers import FAMILIES, SHORT
 from tail import few
 
-families = pytest.mark.parametrize("family", few(FAMILIES, SHORT))
+families = pytest.mark.square("family", few(FAMILIES, SHORT), of="kinds")
 OLD = int(transformers.__version__.split(".")[1]) < 23
 #: stock code repeats pictures one by one and not row by row, so that the copies of a row see pictures of others
 old_beams = pytest.mark.skipif(
