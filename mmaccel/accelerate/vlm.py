@@ -188,7 +188,7 @@ class Accelerator(Handle):
             if call.plan.drafts:
                 # what generate makes of them may be encoded already
                 call.inputs.given = given
-            self._warn_too_long(call, given)
+            _warn_too_long(self._model, call, given)
             push(call)
             try:
                 made = original(*args, **kwargs)
@@ -199,20 +199,6 @@ class Accelerator(Handle):
                 self._finish(call)
 
         return generate
-
-    def _warn_too_long(self, call: Call[ModelPlan], given: Mapping[str, Any]) -> None:
-        """Warn of a prompt and an answer that need more positions than the model has, which the bare model answers, too."""
-        ids = given["input_ids"]
-        if not call.plan.active or not isinstance(ids, Tensor) or ids.dim() != 2:
-            return
-        if call.cache is not None and call.cache.get_seq_length() and has_axes(self._model):
-            # the positions of earlier pictures are not known here
-            return
-        inputs = {name: value for name, value in given.items() if name not in cache_names()}
-        sentence = too_long(self._model, call.plan.recipe, inputs, call.expected.new or 1)
-        if sentence is not None:
-            call.stats.notes.append(sentence)
-            warnings.warn(sentence, stacklevel=3)
 
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A direct forward opens a call of its own; inside ``generate`` there is one already."""
@@ -308,6 +294,21 @@ class Accelerator(Handle):
             return output
 
         return features
+
+
+def _warn_too_long(model: Any, call: Call[ModelPlan], given: Mapping[str, Any]) -> None:
+    """Warn of a prompt and an answer that need more positions than the model has, which the bare model answers, too."""
+    ids = given["input_ids"]
+    if not call.plan.active or not isinstance(ids, Tensor) or ids.dim() != 2:
+        return
+    if call.cache is not None and call.cache.get_seq_length() and has_axes(model):
+        # the positions of earlier pictures are not known here
+        return
+    inputs = {name: value for name, value in given.items() if name not in cache_names()}
+    sentence = too_long(model, call.plan.recipe, inputs, call.expected.new or 1)
+    if sentence is not None:
+        call.stats.notes.append(sentence)
+        warnings.warn(sentence, stacklevel=3)
 
 
 class _Given:

@@ -1,4 +1,4 @@
-"""One adapter a model family, and nothing of a family anywhere else."""
+"""Adapters of model families, one a file."""
 
 from .base import Facts, Family
 from .registry import REFUSED, described, families, family_of

@@ -1,4 +1,4 @@
-"""Image encoders without a language model behind them: CLIP and SigLIP of transformers, CLIP of open_clip."""
+"""Adapters of stand-alone image encoders: CLIP and SigLIP of transformers, CLIP of open_clip."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tower import Towers
 
 
 class Merging(Protocol):
-    """What merges the tokens of one forward of a tower; see :class:`mmaccel.runtime.tower.merged.Merged`."""
+    """Merging in one forward of a tower; see :class:`mmaccel.runtime.tower.merged.Merged`."""
 
     layer: int | None
 
@@ -25,17 +25,15 @@ class Merging(Protocol):
 
 
 class Encoder(Towers):
-    """One tower that stands alone; all its layers are read."""
+    """Adapter of one stand-alone tower; all its layers are read."""
 
     tower: Any
 
     def towers(self) -> list[Any]:
-        """The tower."""
         return [self.tower]
 
     @property
     def feature_layer(self) -> int:
-        """The last layer."""
         return len(self.tower_layers(self.tower)) - 1
 
     def tap_layer(self, layer: float | None) -> int:
@@ -47,7 +45,7 @@ class Encoder(Towers):
     attention_by_name: ClassVar[bool] = True
 
     def attach(self, needs_cls: bool, merging: Callable[[], Merging | None]) -> list[Callable[[], None]]:
-        """Let the attention of every layer tell what merging must know; returns how to undo it.
+        """Hook the attention of every layer for merging; returns the functions that undo it.
 
         Parameters
         ----------
@@ -58,7 +56,7 @@ class Encoder(Towers):
 
 
 class TransformersEncoder(Encoder):
-    """CLIP and SigLIP of transformers, whole or the vision half, with or without projection."""
+    """Adapter of CLIP and SigLIP of transformers, whole or the vision half, with or without projection."""
 
     model_types = ("clip", "clip_vision_model", "siglip", "siglip_vision_model")
 
@@ -71,36 +69,20 @@ class TransformersEncoder(Encoder):
         """CLIP has one, SigLIP does not."""
         return self.name.startswith("clip")
 
-    def tower_layers(self, tower: Any) -> list[nn.Module]:
-        """The layers of ``encoder``."""
-        return list(tower.encoder.layers)
-
-    def attention_of(self, layer: Any) -> nn.Module:
-        """Both name it self_attn."""
-        found: nn.Module = layer.self_attn
-        return found
-
 
 class OpenClipEncoder(Encoder):
-    """The ``VisionTransformer`` of open_clip, in a CLIP model or by itself."""
+    """Adapter of the ``VisionTransformer`` of open_clip, alone or in a CLIP model."""
 
     name = "open_clip"
     has_cls = True
     attention_by_name = False
+    attention_name = "attn"
+    layers_path = "transformer.resblocks"
 
     def __init__(self, tower: Any) -> None:
         self.tower = tower
         if not tower.transformer.batch_first:
             raise UnsupportedError("The open_clip tower has batch_first=False; create the model without that option.")
-
-    def tower_layers(self, tower: Any) -> list[nn.Module]:
-        """open_clip names them resblocks."""
-        return list(tower.transformer.resblocks)
-
-    def attention_of(self, layer: Any) -> nn.Module:
-        """open_clip names it attn."""
-        found: nn.Module = layer.attn
-        return found
 
     def attach(self, needs_cls: bool, merging: Callable[[], Merging | None]) -> list[Callable[[], None]]:
         """By hooks before every attention, which keeps queries and keys to itself: they are projected once more, the keys
@@ -126,7 +108,7 @@ def _look(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Before an attention of open_clip: ``nn.MultiheadAttention``, or its own one."""
+    """Forward pre-hook of an attention of open_clip, ``nn.MultiheadAttention`` or its own one."""
     merged = merging()
     if merged is None:
         return None

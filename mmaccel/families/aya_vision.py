@@ -14,8 +14,8 @@ _ENDS = ("<|START_OF_IMG|>", "<|END_OF_IMG|>")
 
 
 class AyaVision(TiledByText):
-    """``L`` tokens a tile, the whole picture last. With a processor, tiles between two marks are one picture; without it every
-    tile stands for itself."""
+    """Adapter of Aya Vision: ``L`` tokens a tile, the whole picture last. With a processor, tiles between two marks are
+    one picture; without it every tile is a picture."""
 
     name = "aya_vision"
     model_types = ("aya_vision",)
@@ -26,11 +26,9 @@ class AyaVision(TiledByText):
 
     @property
     def shuffle(self) -> int:
-        """The projector's factor."""
         return int(self.config.downsample_factor)
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """One segment a tile."""
         m = self.side // self.shuffle
         pictures: list[Picture] = []
         offset, before = 0, (-1, 0)

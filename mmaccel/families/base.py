@@ -1,4 +1,4 @@
-"""What the library must know of one model family; everything else is shared."""
+"""Base class of family adapters: all that the library knows of one model family."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TURN = re.compile(r"\bassistant\s*:\s*$", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Continued:
-    """A cache that a prompt was reduced into, as far as positions go on from it.
+    """Positions of a kept cache that a call continues.
 
     seen : tokens seen. offset, ahead : ``[B]`` long, see :class:`mmaccel.kv.cache.CacheState`.
     """
@@ -50,10 +50,10 @@ class Continued:
 
 
 class Call(Protocol):
-    """The call of the model that is being run."""
+    """Protocol of the model call that is running."""
 
     def continued(self, cache: Any = None) -> Continued | None:
-        """The kept cache that the call goes on with (``cache``, where the caller knows it), or None."""
+        """The kept cache that the call continues (``cache`` if the caller knows it), or None."""
 
 
 #: a function that makes the replacement of an instance's method: (original, getter of the call) -> replacement
@@ -62,7 +62,7 @@ Wrapper = Callable[[Callable[..., Any], Callable[[], Call | None]], Callable[...
 
 @dataclass(frozen=True)
 class Facts:
-    """What the table of families says of one and its adapter need not know.
+    """Entry of a family in the table of families.
 
     pictures : how they come, in words.
     clips : whether it is shown clips, as such or as pictures of their frames.
@@ -78,15 +78,14 @@ class Facts:
 
 @dataclass(frozen=True)
 class Description:
-    """Stands for a model of which only the configuration is at hand: an adapter made of it answers for prompts, pictures and
-    numbers of layers, but has no modules."""
+    """A configuration without a model: its adapter knows prompts, pictures and numbers of layers, but no modules."""
 
     config: Any
     model: None = None
 
 
 class Family(LanguageModel, ModelTowers):
-    """Base adapter, right for LLaVA-like models: one tower of equal square tiles, one text model behind it.
+    """Base adapter, made for LLaVA-like models: one tower of equal square tiles and one text model behind it.
 
     Parameters
     ----------
@@ -128,7 +127,7 @@ class Family(LanguageModel, ModelTowers):
 
     @classmethod
     def of(cls, config: Any) -> type[Family]:
-        """The adapter of a model of one of its types, where others serve some of them."""
+        """The adapter for a configuration, where several families share a model type."""
         return cls
 
     # --- layout -----------------------------------------------------------------------------------------------
@@ -179,8 +178,8 @@ class Family(LanguageModel, ModelTowers):
         raise NotImplementedError
 
     def words(self, ids: Tensor) -> str:
-        """The first stretch of text between special tokens in ``ids [n]``, which is what was asked, without the "ASSISTANT:"
-        of prompt templates at its end; it may be empty."""
+        """The question in ``ids [n]``: the first text between special tokens, without "ASSISTANT:" at its end; may be
+        empty."""
         tokenizer = getattr(self.processor, "tokenizer", self.processor)
         special, stretch = set(tokenizer.all_special_ids), []
         for token in [*ids.tolist(), None]:
@@ -199,7 +198,7 @@ class Family(LanguageModel, ModelTowers):
 
 
 def _turns_halves(config: Any) -> bool:
-    """See :attr:`Family.halves`."""
+    """Whether RoPE rotates halves, see :attr:`LanguageModel.halves`."""
     return config.text_config.model_type not in _OTHER_ROPE
 
 
@@ -211,20 +210,20 @@ def slides(config: Any) -> bool:
 
 
 def passed_on() -> Tensor:
-    """A mask of four axes, which models that are called with such take as it is."""
+    """A four-dimensional mask, which models pass through unchanged."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
 def types_of_new(types: Tensor, ids: Tensor, seen: int) -> Tensor:
-    """``[B, S]`` on the CPU: of the ``types`` of all tokens, or of the new ones alone, those of the new ones ``ids [B, S]``.
-    Behind them may stand candidates, of which nothing is said."""
+    """Token types ``[B, S]`` of the new tokens ``ids [B, S]``, on the CPU, from ``types`` of all tokens or of the new
+    ones; candidates behind them have type 0."""
     new = types.cpu()[:, seen if types.shape[1] > ids.shape[1] else 0 :]
     return functional.pad(new, (0, ids.shape[1] - new.shape[1]))
 
 
 def clip_frames(encoded: EncoderCall) -> tuple[int, int]:
-    """Clips, and frames of each, of ``pixel_values_videos [clips, frames, ...]``; in transformers 5.17 some families name
-    the argument ``pixel_values``."""
+    """Numbers of clips and of frames a clip in ``pixel_values_videos [clips, frames, ...]``; in transformers 5.17 some
+    families name the argument ``pixel_values``."""
     given = encoded.arguments
     clips, frames = given["pixel_values_videos" if "pixel_values_videos" in given else "pixel_values"].shape[:2]
     return int(clips), int(frames)
@@ -241,15 +240,15 @@ def block_mean(values: Tensor, side: int, factor: int) -> Tensor:
 
 
 def resampled(values: Tensor, side: int, cells: int, mode: str) -> Tensor:
-    """Square rasters interpolated as models do it: ``[N, side * side, ...] -> [N * cells * cells, ...]`` float32."""
+    """Square rasters, interpolated: ``[N, side * side, ...] -> [N * cells * cells, ...]`` float32."""
     grid = values.reshape(len(values), side, side, -1).permute(0, 3, 1, 2).float()
     grid = functional.interpolate(grid, size=(cells, cells), mode=mode)
     return grid.permute(0, 2, 3, 1).reshape(-1, *values.shape[2:])
 
 
 def raster_blocks(rows: int, factor: int, columns: int | None = None) -> Tensor:
-    """``[blocks, factor * factor]`` long: the places in a raster, by default a square one, of every ``factor`` x ``factor``
-    block."""
+    """Indices of every ``factor`` x ``factor`` block of a raster, by default a square one: ``[blocks, factor * factor]``
+    long."""
     columns = rows if columns is None else columns
     places = torch.arange(rows * columns).view(rows // factor, factor, columns // factor, factor)
     return places.transpose(1, 2).reshape(-1, factor * factor)

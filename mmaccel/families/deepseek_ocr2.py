@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
 from .base import Facts, Family
@@ -14,8 +13,8 @@ from .tower import EncoderCall
 
 
 class DeepseekOcr2(Family):
-    """A query attends to all patches of its view and to the queries before it: its place is one in an order of reading, so a
-    view is a grid of one row. Behind the global view, which comes last, stands a separator."""
+    """Adapter of DeepSeek-OCR 2. A query attends to all patches of its view and to earlier queries, so its place is one
+    in a reading order and a view is a grid of one row. A separator follows the global view, which comes last."""
 
     name = "deepseek_ocr2"
     model_types = ("deepseek_ocr2",)
@@ -24,10 +23,7 @@ class DeepseekOcr2(Family):
     closed = "reads a picture into queries, which are no places of it"
     has_cls = False
     reads_pages = True
-
-    def tower_layers(self, tower: Any) -> list[nn.Module]:
-        """None whose tokens become those of the language model one by one."""
-        return []
+    layers_path = ""
 
     def queries(self, views: Tensor | None) -> int:
         """Tokens of each view ``[views, 3, H, W]``: as many as it has patches, whose sides two convolutions halve."""
@@ -37,7 +33,6 @@ class DeepseekOcr2(Family):
         return math.ceil(patches / 4) ** 2
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """One segment a view."""
         whole, tiles = encoded.arguments["pixel_values"], encoded.arguments.get("pixel_values_local")
         a_tile, all_of_it = self.queries(tiles), self.queries(whole)
         counts = [0] * len(whole) if tiles is None else torch.as_tensor(encoded.arguments["num_local_patches"]).tolist()

@@ -1,4 +1,4 @@
-"""A smaller model of the same family, which reads a prompt before the large one does."""
+"""Draft models: smaller models of the same family that read a prompt first."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ FOLDER = "draft"
 
 
 def load_draft(method: str, draft: str | Loaded, family: Family) -> Family:
-    """The adapter of a draft for models of ``family``: of the model of that name, on their device, of an empty name of that
-    beside the model's weights; or of a loaded model, which is used as it is and where it is. ``method`` is who asks.
+    """The adapter of the draft model of ``family``. ``draft`` is a folder or hub id, by default the folder ``draft``
+    beside the model's weights, loaded on the model's device; or a loaded model, used as it is. ``method`` is named in
+    errors.
 
     Raises
     ------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
 from .base import Facts, Family
@@ -13,7 +13,7 @@ from .tower import EncoderCall
 
 
 class FastVLM(Family):
-    """Every place of the last feature map is a token, raster order."""
+    """Adapter of FastVLM: every place of the last feature map is a token, in raster order."""
 
     name = "fast_vlm"
     model_types = ("fast_vlm",)
@@ -22,10 +22,7 @@ class FastVLM(Family):
     closed = "is convolutional for the most part, without layers over patches"
     package = "timm"
     has_cls = False
-
-    def tower_layers(self, tower: Any) -> list[nn.Module]:
-        """None that run over patches alone."""
-        return []
+    layers_path = ""
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """One tile an image, whose map has the shape of its pixels."""

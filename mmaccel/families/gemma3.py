@@ -16,7 +16,7 @@ from .tower import EncoderCall
 
 
 class Gemma3(Family):
-    """As many tokens a picture, whatever its size; crops of pan and scan are pictures of their own."""
+    """Adapter of Gemma 3: as many tokens a picture, whatever its size; crops of pan and scan are pictures of their own."""
 
     name = "gemma3"
     model_types = ("gemma3",)
@@ -32,34 +32,31 @@ class Gemma3(Family):
 
     @property
     def pooled(self) -> int:
-        """Tokens along one side of a picture."""
+        """Number of tokens along one side of a picture."""
         return int(self.config.mm_tokens_per_image**0.5)
 
     def units(self, encoded: EncoderCall, patches: int, width: int | None = None) -> Tensor:
-        """The blocks that are averaged."""
         return raster_blocks(self.side, self.side // self.pooled)
 
     def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
-        """Averaged as the projector does it, picture after picture."""
+        """Averages as the projector makes them, picture after picture."""
         return block_mean(torch.cat(values), self.side, self.side // self.pooled).flatten(0, 1)
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """One tile a picture."""
         n = self.pooled
         return [[Tile.raster(1, n, n, i * n * n)] for i in range(encoded.tokens // (n * n))]
 
     def rope_kind(self, layer: int) -> str:
-        """Local and global layers turn by other angles."""
+        """Local and global layers have RoPEs of different angles."""
         return str(self.text.config.layer_types[layer])
 
     def mask_argument(self, real: Tensor | None) -> dict[str, None]:
-        """None of either kind."""
         return {"full_attention": None, "sliding_attention": None}
 
     def bidirectional_groups(
         self, ids: Tensor, valid: Tensor, extra_inputs: Mapping[str, Any], seen: int
     ) -> Tensor | None:
-        """Runs of picture tokens, where the call says of what type tokens are, as in the bare model."""
+        """Runs of picture tokens, if the call has token types, as in the bare model."""
         if extra_inputs.get(self.extra_inputs[0]) is None:
             return None
         # on a second turn the argument may be that of other tokens than the new ones

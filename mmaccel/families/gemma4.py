@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
 from .base import Facts
@@ -24,10 +24,7 @@ class Gemma4(Gemma3):
     over_windows = False
     closed = "pads pictures of several sizes to one"
     has_cls = False
-
-    def tower_layers(self, tower: Any) -> list[nn.Module]:
-        """None that can be looked into."""
-        return []
+    layers_path = ""
 
     @property
     def pooled(self) -> int:
@@ -35,7 +32,6 @@ class Gemma4(Gemma3):
         return int(self.vision.pooling_kernel_size)
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """One tile a picture, and one a frame of a clip."""
         given = encoded.arguments
         at = given[f"{modality}_position_ids"]
         frames = [1] * len(at)
@@ -56,11 +52,10 @@ class Gemma4(Gemma3):
         return found
 
     def is_bidirectional(self, layer: int) -> bool:
-        """Those with windows do."""
+        """Whether the layer has a window."""
         return self.rope_kind(layer) == "sliding_attention"
 
     def bidirectional_groups(self, ids: Tensor, valid: Tensor, extra_inputs: Any, seen: int) -> Tensor | None:
-        """Of models that were trained so."""
         both = self.text.config.use_bidirectional_attention == "vision"
         return super().bidirectional_groups(ids, valid, extra_inputs, seen) if both else None
 

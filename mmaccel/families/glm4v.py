@@ -25,7 +25,7 @@ class Glm4v(Qwen2VL):
         self.halves = False
 
     def token_id(self, modality: Modality) -> int | None:
-        """Frames are written as pictures are."""
+        """Frames have the placeholder of pictures."""
         return super().token_id("image")
 
 

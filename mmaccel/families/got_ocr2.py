@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
 from .base import Facts
@@ -24,13 +23,9 @@ class GotOcr2(TiledByText):
     has_cls = False
     needs_processor = False
     reads_pages = True
-
-    def tower_layers(self, tower: Any) -> list[nn.Module]:
-        """None that attend over a sequence of patches."""
-        return []
+    layers_path = ""
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """One segment a tile."""
         # two convolutions halve the sides
         m = math.ceil(math.ceil(self.side / 2) / 2)
         pictures: list[Picture] = []

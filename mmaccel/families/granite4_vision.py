@@ -38,7 +38,6 @@ class Granite4Vision(LlavaNext):
 
     @property
     def read_layers(self) -> list[int]:
-        """Those of every projector."""
         return [layer for layer, _ in self.config.deepstack_layer_map] + [self.config.spatial_vision_layer]
 
     @property
@@ -47,29 +46,26 @@ class Granite4Vision(LlavaNext):
         return int(self.side * Fraction(self.config.downsample_rate))
 
     def features(self, output: Any) -> list[Tensor]:
-        """Those for the first layer; all have as many tokens."""
+        """Features for the first layer; those for other layers have as many tokens."""
         return list(output.deepstack_features[0][1])
 
     def deep_features(self, kwargs: Mapping[str, Any]) -> tuple[Tensor, list[Tensor]] | None:
-        """By number of the layer."""
         features = kwargs.get("deepstack_features")
         return None if features is None else (kwargs["vision_mask"][..., 0], list(features.values()))
 
     def deep_arguments(self, visual: Tensor, features: list[Tensor]) -> dict[str, Any]:
-        """By number of the layer."""
         layers = dict(zip(self.layers_added, features, strict=True))
         return {"vision_mask": visual[..., None], "deepstack_features": layers}
 
     def entering(self, embeds: Tensor, deep: list[Tensor]) -> Tensor:
-        """With the features of the first layer that has any, without which all visual tokens are alike."""
+        """Embeddings with the features of the first layer that has any; without them all visual tokens are equal."""
         first = min(range(len(deep)), key=self.layers_added.__getitem__)
         return embeds * self.text.embedding_multiplier + deep[first].to(embeds)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Scaled, as the model does it."""
         found: Tensor = super().logits(states) / self.config.text_config.logits_scaling
         return found
 
     def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
-        """The mean of the patches that a token stands for."""
+        """Mean of the patches of each token."""
         return resampled(torch.cat(values), self.side, self.cells, "area")

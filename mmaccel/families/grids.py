@@ -13,7 +13,8 @@ from .tower import CLIP_STD, EncoderCall
 
 
 class PackedGrids(Family):
-    """One token per block of patches, in raster order t, h, w; how large pictures and clips are is said along with them."""
+    """Base of families with one token per block of patches, in raster order t, h, w; the sizes of pictures and clips are
+    arguments of the call."""
 
     facts = Facts("yes, any size", cls=False, merging="2x2 blocks")
     modalities: ClassVar[tuple[Modality, ...]] = ("image", "video")
@@ -27,16 +28,14 @@ class PackedGrids(Family):
 
     @property
     def has_cls(self) -> bool:
-        """No CLS token."""
         return False
 
     @property
     def feature_layer(self) -> int:
-        """The last block."""
         return self.tower_depth - 1
 
     def units(self, encoded: EncoderCall, patches: int, width: int | None = None) -> Tensor:
-        """The blocks that the merger joins stand one behind the other."""
+        """Blocks that the merger joins; their patches are consecutive."""
         return torch.arange(patches).view(-1, self.merge**2)
 
     def frames(self, encoded: EncoderCall) -> list[list[tuple[int, int]]]:
@@ -44,13 +43,12 @@ class PackedGrids(Family):
         return [[(h, w)] * t for t, h, w in self._given_grids(encoded)]
 
     def _given_grids(self, encoded: EncoderCall) -> list[tuple[int, int, int]]:
-        """(t, h, w) of every picture or clip in patches, whichever the tower is given."""
+        """(t, h, w) of every picture or clip in patches, from the arguments of the call."""
         given: Any = next(value for name, value in encoded.arguments.items() if name.endswith("grid_thw"))
         return [(t, h, w) for t, h, w in given.tolist()]
 
     @property
     def usual_std(self) -> tuple[float, ...]:
-        """That of CLIP."""
         return CLIP_STD
 
     def unit_pixels(self, encoded: EncoderCall, pixels: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -74,7 +72,6 @@ class PackedGrids(Family):
         return [(t, h // self.merge, w // self.merge) for t, h, w in self._given_grids(encoded)]
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """From the grids the tower was given."""
         offset, pictures = 0, []
         for t, h, w in self.grids(modality, encoded):
             pictures.append(self.clip(t, h, w, offset))
@@ -88,6 +85,6 @@ class PackedGrids(Family):
         return [Tile.raster(t, h, w, offset)]
 
     def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
-        """The mean of each merged block; the tower runs over ``[1, patches of a frame or window]`` at a time."""
+        """Mean of each merged block; the tower runs over ``[1, patches of a frame or window]`` at a time."""
         flat = torch.cat([v[0] for v in values])
         return flat.reshape(-1, self.merge**2, *flat.shape[1:]).mean(1)

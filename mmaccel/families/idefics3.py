@@ -31,16 +31,13 @@ class Idefics3(TiledByText):
 
     @property
     def shuffle(self) -> int:
-        """The connector's scale factor."""
         return int(self.config.scale_factor)
 
     @property
     def feature_layer(self) -> int:
-        """The last layer."""
         return self.tower_depth - 1
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """One segment a tile or frame."""
         m = self.side // self.shuffle
         pictures: list[Picture] = []
         offset, row_before, stop_before = 0, -1, 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
 from .base import Facts, Family, block_mean, raster_blocks
@@ -17,7 +17,7 @@ _FRAME = re.compile(r"Frame\s*(\d+)\s*:\s*(?:<img>)?\s*$")
 
 
 class TiledByText(Family):
-    """Families whose tiles and frames stand in the prompt as separate runs of placeholders, all of equal length."""
+    """Base of families whose tiles and frames are separate runs of placeholders of equal length in the prompt."""
 
     needs_processor = True
 
@@ -84,7 +84,6 @@ class TiledByText(Family):
         return str(tokenizer.decode(ids[row, max(0, place - most) : place].tolist()))
 
     def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
-        """The mean of each block."""
         return block_mean(torch.cat(values), self.side, self.shuffle).flatten(0, 1)
 
 
@@ -97,18 +96,10 @@ class InternVL(TiledByText):
     place = 9
     facts = Facts("yes, tiled", merging="blocks of pixel shuffle")
     deepstack = 0
-
-    def tower_layers(self, tower: Any) -> list[nn.Module]:
-        """InternVL names the list ``layer``."""
-        return list(tower.encoder.layer)
-
-    def attention_of(self, layer: Any) -> nn.Module:
-        """InternVL names it ``attention``."""
-        found: nn.Module = layer.attention
-        return found
+    layers_path = "encoder.layer"
+    attention_name = "attention"
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """One segment a tile or frame."""
         m = self.side // self.shuffle
         pictures: list[Picture] = []
         offset = expected = 0

@@ -1,4 +1,4 @@
-"""What the library must know of the language model behind the towers."""
+"""Adapter of the language model behind the towers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ import torch
 from torch import Tensor, nn
 
 
+def first_of(module: Any, *names: str) -> nn.Module:
+    """The submodule of the first of ``names`` that ``module`` has."""
+    found: nn.Module = next(part for name in names if (part := getattr(module, name, None)) is not None)
+    return found
+
+
 class LanguageModel:
-    """The language model of a family, right for stacks of layers with attention."""
+    """The language model of a family; by default a stack of layers that all have attention."""
 
     #: the whole model, and its text model
     model: Any
@@ -39,25 +45,25 @@ class LanguageModel:
 
     @property
     def recurrent(self) -> Sequence[int]:
-        """Layers of the language model that keep a recurrent state, and neither keys nor values."""
+        """Layers of the language model with a recurrent state instead of keys and values."""
         return ()
 
     @property
     def attending(self) -> Sequence[int]:
-        """Layers of the language model with attention, rising; the layers of a kept cache are these, counted from 0."""
+        """Layers of the language model with attention, ascending; the layers of a kept cache are these, counted from 0."""
         return range(self.depth)
 
     def stored_from(self, layer: int) -> int:
-        """The first layer of a kept cache that belongs to ``layer`` of the language model, or to one above it."""
+        """The first layer of a kept cache that belongs to layer ``layer`` of the language model or to a later one."""
         return layer
 
     def mask_argument(self, real: Tensor | None) -> Any:
-        """The attention mask that the text model is called with where mmaccel's attention function makes the masks; ``real
-        [B, q]`` bool says which tokens are no padding, None where none is."""
+        """The attention mask to pass to the text model where mmaccel's attention makes the masks; ``real [B, q]`` bool
+        is False for padding, None without padding."""
         return None
 
     def rope_kind(self, layer: int) -> str | None:
-        """Which of several RoPEs a layer of the language model is given; None where all share one."""
+        """The name of the RoPE of a layer, if the model has several; else None."""
         return None
 
     def bidirectional_groups(
@@ -74,7 +80,7 @@ class LanguageModel:
         return True
 
     def heads_in(self, layer: int) -> tuple[int, int]:
-        """KV heads of a layer of the language model, and the width of one."""
+        """Number of KV heads of a layer, and their width."""
         attention = self.attention_in(layer)
         return self.text.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
 
@@ -83,41 +89,38 @@ class LanguageModel:
         return self.text.layers[layer].self_attn
 
     def logits(self, states: Tensor) -> Tensor:
-        """``[..., V]``: what the model makes of the last hidden states ``[..., D]`` of its language model."""
+        """Logits ``[..., V]`` of the last hidden states ``[..., D]``."""
         found: Tensor = self.model.lm_head(states)
         cap = getattr(self.text.config, "final_logit_softcapping", None)
         return found if cap is None else torch.tanh(found / cap) * cap
 
     def queries_in(self, attention: Any) -> nn.Module:
-        """The last module of an attention that queries pass before RoPE."""
-        found: nn.Module = getattr(attention, "q_norm", None) or attention.q_proj
-        return found
+        """The last module that queries pass before RoPE."""
+        return first_of(attention, "q_norm", "q_layernorm", "q_proj")
 
     def outgoing_in(self, layer: int) -> Any:
-        """The output projection of the attention of a layer of the language model; None where it has none of that name."""
+        """The output projection of the attention of a layer, or None."""
         return getattr(self.attention_in(layer), "o_proj", None)
 
     def norm_in(self, layer: Any) -> nn.Module:
         """The norm before the attention of a layer of the language model."""
-        found: nn.Module = layer.input_layernorm
-        return found
+        return first_of(layer, "input_layernorm", "operator_norm")
 
     @property
     def last_norm(self) -> nn.Module:
         """The norm behind the last layer of the language model."""
-        found: nn.Module = self.text.norm
-        return found
+        return first_of(self.text, "norm", "embedding_norm")
 
     def deep_features(self, kwargs: Mapping[str, Any]) -> tuple[Tensor, list[Tensor]] | None:
-        """What layers of the language model add to visual tokens (DeepStack), read off the arguments of its call: their places
-        ``[B, S]`` bool, and the features ``[visual tokens, D]`` of every such layer; None where there are none."""
+        """DeepStack features in the arguments of the language model's call: their places ``[B, S]`` bool, and the
+        features ``[visual tokens, D]`` of every layer that adds some; None without DeepStack."""
         features = kwargs.get("deepstack_visual_embeds")
         return None if features is None else (kwargs["visual_pos_masks"], features)
 
     def deep_arguments(self, visual: Tensor, features: list[Tensor]) -> dict[str, Any]:
-        """The same, written as arguments."""
+        """DeepStack features as arguments of the language model's call."""
         return {"visual_pos_masks": visual, "deepstack_visual_embeds": features}
 
     def entering(self, embeds: Tensor, deep: list[Tensor]) -> Tensor:
-        """``[B, S, D]``: what enters the first layer, of ``embeds [B, S, D]`` and DeepStack features laid out like them."""
+        """Input ``[B, S, D]`` of the first layer, from ``embeds [B, S, D]`` and DeepStack features of the same layout."""
         return embeds

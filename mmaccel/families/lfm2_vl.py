@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.layout import Modality, Picture
 from .base import Facts
@@ -19,21 +19,10 @@ _NEXT = re.compile(r"<\|img_(row_\d+_col_\d+|thumbnail)\|>")
 
 
 class ShortConvolutions(Stateful):
-    """Language models of which some layers are convolutions over few tokens, the last of which are their state."""
+    """Base of language models of which some layers are convolutions over few tokens, the last of which are their state."""
 
     carrying = ("conv",)
     net_name = "conv"
-
-    @property
-    def last_norm(self) -> nn.Module:
-        """It names the norm otherwise."""
-        found: nn.Module = self.text.embedding_norm
-        return found
-
-    def norm_in(self, layer: Any) -> nn.Module:
-        """It names the norm otherwise."""
-        found: nn.Module = layer.operator_norm
-        return found
 
 
 class Lfm2VL(ShortConvolutions, TiledByText):
@@ -48,27 +37,16 @@ class Lfm2VL(ShortConvolutions, TiledByText):
     facts = Facts("yes, tiled, any size", clips=False, cls=False, merging="-")
     closed = "pads tiles of several sizes to one"
     has_cls = False
+    layers_path = ""
 
     @property
     def shuffle(self) -> int:
-        """The projector's."""
         return int(self.config.downsample_factor)
 
-    def tower_layers(self, tower: Any) -> list[nn.Module]:
-        """None that can be looked into."""
-        return []
-
-    def queries_in(self, attention: Any) -> nn.Module:
-        """It names the norm otherwise."""
-        found: nn.Module = attention.q_layernorm
-        return found
-
     def outgoing_in(self, layer: int) -> Any:
-        """It names the projection otherwise."""
         return self.attention_in(layer).out_proj
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """One segment a tile."""
         sizes = torch.as_tensor(encoded.arguments["spatial_shapes"]) // self.shuffle
         runs = self.runs(ids, encoded.tokens)
         return self.sized(ids, runs, sizes.tolist(), lambda between: "tile" if _NEXT.fullmatch(between) else None)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import nn
-
 from .base import Facts
 from .grids import PackedGrids
 from .lfm2_vl import ShortConvolutions
@@ -26,12 +22,9 @@ class Lfm3VL(ShortConvolutions, PackedGrids):
     usual_std = (0.5, 0.5, 0.5)
     stamped = True
     halves = False
-
-    def tower_layers(self, tower: Any) -> list[nn.Module]:
-        """None that can be looked into."""
-        return []
+    layers_path = ""
 
     def rope_kind(self, layer: int) -> str | None:
-        """Layers with a window and those without turn by other angles, and convolutions not at all."""
+        """Layers with and without a window have RoPEs of different angles; convolutions have none."""
         kind = self.config.text_config.layer_types[layer]
         return None if kind in self.carrying else str(kind)

@@ -35,7 +35,6 @@ class Llava(Family):
         return Pixtral if config.vision_config.model_type == "pixtral" else cls
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """One tile an image."""
         n = self.side
         # VipLLaVA has no choice of strategy
         strategy = getattr(self.config, "vision_feature_select_strategy", "default")
@@ -55,7 +54,6 @@ class VipLlava(Llava):
 
     @property
     def read_layers(self) -> list[int]:
-        """By the name that all releases know."""
         layers = self.config.vision_feature_layers
         return [layers] if isinstance(layers, int) else list(layers)
 

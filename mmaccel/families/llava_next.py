@@ -29,7 +29,6 @@ class LlavaNext(Family):
         return self.side
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """From the images' original sizes and the pinpoints."""
         offset, pictures = 0, []
         for size in sizes(encoded):
             tiles, used = self.anyres(size, offset, None)
@@ -83,7 +82,6 @@ class LlavaNextVideo(LlavaNext):
     modalities = ("image", "video")
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """One segment a clip."""
         if modality == "image":
             return super().pictures(modality, encoded, ids)
         clips, frames = clip_frames(encoded)
@@ -97,7 +95,6 @@ class LlavaNextVideo(LlavaNext):
         return raster_blocks(self.side, 2)
 
     def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
-        """Frames are pooled 2x2."""
         if modality == "image":
             return super().to_tokens(modality, encoded, values)
         return block_mean(torch.cat(values), self.side, 2).flatten(0, 1)

@@ -29,7 +29,6 @@ class LlavaOneVision(LlavaNext):
         return -(-self.side // 2)
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """From sizes, images per row, and frames."""
         n, m = self.side, self.pooled
         if modality == "video":
             clips, frames = clip_frames(encoded)
@@ -49,7 +48,6 @@ class LlavaOneVision(LlavaNext):
         return pictures
 
     def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
-        """Frames are interpolated as the model does it."""
         flat = torch.cat(values)
         if modality == "image":
             return flat.flatten(0, 1)

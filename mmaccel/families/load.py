@@ -1,4 +1,4 @@
-"""A model and its processor from a folder or a hub id."""
+"""Load a model and its processor from a folder or a hub id."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def place(device: str | None = None) -> torch.device:
-    """The device of that name; by default cuda if there is one.
+    """The device of a name; by default cuda if there is one.
 
     Raises
     ------
@@ -43,7 +43,7 @@ def place(device: str | None = None) -> torch.device:
 
 @contextmanager
 def _only_downloads() -> Iterator[None]:
-    """transformers shows no bars of its own; those of downloads stay as they are."""
+    """Hide progress bars of transformers, except those of downloads."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
 
@@ -66,7 +66,7 @@ def load_model(
     attn: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Any, Any]:
-    """Model and processor, ready to generate. Weights are read from safetensors only.
+    """Load a model and its processor, ready to generate. Weights are read from safetensors only.
 
     Parameters
     ----------

@@ -4,10 +4,10 @@ it."""
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.layout import Modality, Picture
 from .base import Facts
@@ -37,10 +37,7 @@ class MiniCpmV(Stateful, TiledByText):
     closed = "joins windows of patches between its layers"
     has_cls = False
     halves = False
-
-    def tower_layers(self, tower: Any) -> list[nn.Module]:
-        """None that can be looked into."""
-        return []
+    layers_path = ""
 
     def side_of(self, encoded: EncoderCall) -> int:
         """Patches along one side of the block that becomes one token; the tower's windows can be left out."""
@@ -49,7 +46,6 @@ class MiniCpmV(Stateful, TiledByText):
         return side if mode == "4x" else side * self.vision.window_kernel_size[0]
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """One segment a thumbnail, slice or frame."""
 
         def joins(between: str) -> Literal["tile", "frame"] | None:
             if _SLICE.fullmatch(between):

@@ -29,6 +29,7 @@ class Molmo2(Family):
     no_return = undivided = BOTH_WAYS
     has_cls = False
     closed = "cuts pictures into crops that overlap"
+    layers_path = ""
 
     def __init__(self, model: Any, processor: Any = None) -> None:
         super().__init__(model, processor)
@@ -41,20 +42,14 @@ class Molmo2(Family):
         text = self.config.text_config
         return [layer in text.rope_scaling_layers for layer in range(text.num_hidden_layers)]
 
-    def tower_layers(self, tower: Any) -> list[nn.Module]:
-        """None that can be looked into."""
-        return []
-
     def rope_kind(self, layer: int) -> str:
-        """Stretched or not."""
         return str(self._stretched[layer])
 
     def norm_in(self, layer: Any) -> nn.Module:
-        """In some models it stands behind the attention."""
+        """The norm, or an identity in models that have it behind the attention."""
         return nn.Identity() if layer.norm_after else super().norm_in(layer)
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """Two tiles a picture, and one a frame of a clip."""
         found: list[Picture] = []
         offset = 0
         for sizes in torch.as_tensor(encoded.arguments[f"{modality}_grids"]).tolist():
@@ -67,12 +62,11 @@ class Molmo2(Family):
         return found
 
     def mask_argument(self, real: Tensor | None) -> Tensor:
-        """None is to be made."""
         return passed_on()
 
     def bidirectional_groups(
         self, ids: Tensor, valid: Tensor, extra_inputs: Mapping[str, Any], seen: int
     ) -> Tensor | None:
-        """All that belongs to pictures, where the call says what does, as in the bare model."""
+        """All tokens of pictures, if the call has token types, as in the bare model."""
         kinds = extra_inputs.get("mm_token_type_ids")
         return None if kinds is None else torch.where((types_of_new(kinds, ids, seen) == 1) & valid, 0, -1)

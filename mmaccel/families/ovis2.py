@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
 from .base import Facts
@@ -21,27 +19,14 @@ class Ovis2(TiledByText):
     place = 18
     facts = Facts("yes, tiled", clips=False, cls=False, merging="blocks that make a token")
     needs_processor = False
+    layers_path = "transformer.encoder.layers"
+    attention_name = "attention"
 
     @property
     def shuffle(self) -> int:
-        """The tower's stride."""
         return int(self.vision.hidden_stride)
 
-    def tower_layers(self, tower: Any) -> list[nn.Module]:
-        """Below the visual vocabulary."""
-        return list(tower.transformer.encoder.layers)
-
-    def attention_of(self, layer: Any) -> nn.Module:
-        """Ovis2 names it ``attention``."""
-        found: nn.Module = layer.attention
-        return found
-
-    def second_half(self, layer: nn.Module) -> tuple[nn.Module, nn.Module]:
-        """Ovis2 has names of its own."""
-        return layer.get_submodule("rms_norm2"), layer.get_submodule("ffn")
-
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """One segment a tile, the whole picture first."""
         m = self.side // self.shuffle
         begins = ids == self.config.visual_indicator_token_ids[0]
         pictures: list[Picture] = []

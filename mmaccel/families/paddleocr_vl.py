@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.layout import Modality
 from .base import Facts, raster_blocks
@@ -18,11 +16,7 @@ class RasterVL(Qwen2VL):
 
     facts = Facts("yes, any size", clips=False, cls=False, merging="2x2 blocks")
     modalities = ("image",)
-
-    def attention_of(self, layer: Any) -> nn.Module:
-        """The usual name."""
-        found: nn.Module = layer.self_attn
-        return found
+    attention_name = "self_attn"
 
     def units(self, encoded: EncoderCall, patches: int, width: int | None = None) -> Tensor:
         """The blocks that the projector joins, whose patches stand in different rows."""
@@ -30,7 +24,6 @@ class RasterVL(Qwen2VL):
         return raster_blocks(patches // width, self.merge, width)
 
     def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
-        """The mean of each block."""
         flat = torch.cat([v[0] for v in values])
         return flat[self.blocks(encoded, len(flat)).to(flat.device)].mean(1)
 
@@ -43,7 +36,4 @@ class PaddleOcrVL(RasterVL):
     place = 20
     reads_pages = True
     tower_names = {"image": "visual"}
-
-    def tower_layers(self, tower: Any) -> list[nn.Module]:
-        """Inside a tower of SigLIP."""
-        return list(tower.vision_model.encoder.layers)
+    layers_path = "vision_model.encoder.layers"

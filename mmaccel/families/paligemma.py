@@ -38,18 +38,16 @@ class PaliGemma(Family):
             )
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """One tile a picture."""
         n = self.side
         return [[Tile.raster(1, n, n, i * n * n)] for i in range(encoded.tokens // (n * n))]
 
     def mask_argument(self, real: Tensor | None) -> Tensor:
-        """None is to be made."""
         return passed_on()
 
     def bidirectional_groups(
         self, ids: Tensor, valid: Tensor, extra_inputs: Mapping[str, Any], seen: int
     ) -> Tensor | None:
-        """The prompt, where the call says what belongs to it, as in the bare model."""
+        """The whole prompt, if the call has token types, as in the bare model."""
         kinds = extra_inputs.get("token_type_ids")
         if kinds is None:
             return None

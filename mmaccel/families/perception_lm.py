@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
 from .base import Facts, Family
@@ -23,13 +23,9 @@ class PerceptionLM(Family):
     closed = "is one of timm, which computes its attention by itself"
     package = "timm"
     has_cls = False
-
-    def tower_layers(self, tower: Any) -> list[nn.Module]:
-        """Those of timm."""
-        return list(tower.timm_model.blocks)
+    layers_path = "timm_model.blocks"
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """One segment a tile; a clip is one."""
         pixels: Any = encoded.arguments["pixel_values"]
         count, tiles = pixels.shape[:2]
         tokens = encoded.tokens // (count * tiles)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
 from .base import Facts, Family
@@ -22,28 +22,13 @@ class Mistral3(Family):
     has_cls = False
     one_call = True
     usual_std = CLIP_STD
+    layers_path = "transformer.layers"
+    attention_name = "attention"
 
     @property
     def merge(self) -> int:
         """Patches along one side of a merged block."""
         return int(self.config.spatial_merge_size)
-
-    def tower_layers(self, tower: Any) -> list[nn.Module]:
-        """Pixtral's are those of a ``transformer``."""
-        return list(tower.transformer.layers)
-
-    def attention_of(self, layer: Any) -> nn.Module:
-        """Pixtral names it ``attention``."""
-        found: nn.Module = layer.attention
-        return found
-
-    def first_norm(self, layer: nn.Module) -> nn.Module:
-        """Pixtral has a name of its own."""
-        return layer.get_submodule("attention_norm")
-
-    def second_half(self, layer: nn.Module) -> tuple[nn.Module, nn.Module]:
-        """Pixtral has names of its own."""
-        return layer.get_submodule("ffn_norm"), layer.get_submodule("feed_forward")
 
     def frames(self, encoded: EncoderCall) -> list[list[tuple[int, int]]]:
         """Pictures stand one behind the other; attention stays inside each."""
@@ -76,7 +61,6 @@ class Mistral3(Family):
         return [(torch.stack([v for v, _ in one]), torch.stack([at for _, at in one])) for one in of_size.values()]
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """One segment a picture."""
         pictures: list[Picture] = []
         offset = 0
         for [(h, w)] in self.frames(encoded):
@@ -86,7 +70,6 @@ class Mistral3(Family):
         return pictures
 
     def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
-        """The mean of each block."""
         flat = torch.cat([v[0] for v in values])
         return flat[self.blocks(encoded, len(flat)).to(flat.device)].mean(1)
 

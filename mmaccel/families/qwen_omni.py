@@ -17,13 +17,13 @@ class _Thinker(ThreeAxes):
     """Positions are computed from ids and lengths of sounds, without token types."""
 
     def has_pictures(self, kwargs: Mapping[str, Any], ids: Tensor | None, types: Tensor | None) -> bool:
-        """By the placeholders in ``ids``."""
+        """Whether ``ids`` have placeholders of pictures."""
         return ids is not None and self.sizes_given(kwargs) and bool(self.visual(ids).any())
 
     def new_positions(
         self, ids: Tensor, types: Tensor | None, mask: Tensor | None, kwargs: Mapping[str, Any]
     ) -> Tensor:
-        """As the model places them, sounds among them."""
+        """Positions as the model computes them, with sounds."""
         sounds = kwargs.get("feature_attention_mask")
         new: Tensor = self.inner.get_rope_index(
             ids,

@@ -15,21 +15,14 @@ from .tower import EncoderCall
 
 
 class Qwen2VL(PackedGrids, ThreeAxes):
-    """A clip is one run of placeholders."""
+    """Adapter of Qwen2-VL: a clip is one run of placeholders."""
 
     name = "qwen2_vl"
     model_types = ("qwen2_vl",)
     place = 6
     tower_names = {"image": "visual", "video": "visual"}
-
-    def tower_layers(self, tower: Any) -> list[nn.Module]:
-        """Qwen names them blocks."""
-        return list(tower.blocks)
-
-    def attention_of(self, layer: Any) -> nn.Module:
-        """Qwen names it attn."""
-        found: nn.Module = layer.attn
-        return found
+    layers_path = "blocks"
+    attention_name = "attn"
 
 
 class Qwen25VL(Qwen2VL):
@@ -51,13 +44,11 @@ class Qwen25VL(Qwen2VL):
         return max(self.vision.fullatt_block_indexes)
 
     def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
-        """Back from window order."""
         merged = super().to_tokens(modality, encoded, values)
         order = torch.cat(self.window_order(modality, encoded)).to(merged.device)
         return torch.empty_like(merged).index_copy_(0, order, merged)
 
     def tower_order(self, encoded: EncoderCall) -> Tensor:
-        """Windows one behind the other."""
         blocks = torch.cat(self.window_order("image", encoded))
         return (blocks[:, None] * self.merge**2 + torch.arange(self.merge**2)).flatten()
 
@@ -90,7 +81,6 @@ class Qwen3VL(Qwen2VL):
         self.deepstack = len(self.vision.deepstack_visual_indexes)
 
     def readers(self, tower: Any) -> list[nn.Module]:
-        """The mergers of DeepStack."""
         return list(tower.deepstack_merger_list)
 
 

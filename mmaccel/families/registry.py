@@ -106,7 +106,7 @@ def described(config: Any) -> Family:
 
 
 def _fits(family: type[Family], config: Any) -> None:
-    """Raise when the language model of a family's model is none of those that can be accelerated rightly."""
+    """Raise if the language model is not one that can be accelerated correctly."""
     text = config.get_text_config()
     others = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENDING - set(family.carrying))
     why = f"it has layers of {' and '.join(others)}" if others else _SINKS.get(text.model_type)
@@ -121,14 +121,14 @@ def _fits(family: type[Family], config: Any) -> None:
 
 
 def _unknown(kind: str) -> UnsupportedError:
-    """What is said of a model type that no family serves."""
+    """The error message for a model type that no family serves."""
     if kind in REFUSED:
         return UnsupportedError(f"mmaccel does not accelerate {kind} models: {REFUSED[kind]}.")
     return UnsupportedError(f"mmaccel does not know the model type {kind!r}; it supports {', '.join(families())}.")
 
 
 def _in(found: type[Any] | ModuleType) -> list[type[Family]]:
-    """A family itself, or those that a module makes."""
+    """The families that an entry point offers: a class, or those of a module."""
     if isinstance(found, type):
         return [found]
     made = [one for one in vars(found).values() if inspect.isclass(one) and one.__module__ == found.__name__]

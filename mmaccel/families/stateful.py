@@ -16,7 +16,8 @@ from .base import Call, Family, Wrapper
 
 
 class Stateful(Family):
-    """What is dropped before a layer with a state has never been there for it; what is dropped behind it stays in its state."""
+    """Base of families with recurrent layers. A token that is dropped before such a layer never enters its state; one
+    that is dropped behind it stays in the state."""
 
     stateful = True
     undivided = "has layers with a recurrent state, and two states do not join"
@@ -25,30 +26,29 @@ class Stateful(Family):
 
     @cached_property
     def recurrent(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The layers of the kind that carries a state."""
+        """Layers of the kind that carries a state."""
         kinds = self.config.text_config.layer_types
         return tuple(layer for layer, kind in enumerate(kinds) if kind in self.carrying)
 
     @cached_property
     def attending(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The others."""
         return tuple(layer for layer in range(self.depth) if layer not in self.recurrent)
 
     def net_in(self, layer: int) -> Any:
-        """What carries the state of a layer."""
+        """The module of a layer that carries its state."""
         return getattr(self.text.layers[layer], self.net_name)
 
     def stored_from(self, layer: int) -> int:
-        """As many as there are layers with attention below."""
         return bisect.bisect_left(self.attending, layer)
 
     def wrappers(self) -> list[tuple[Any, str, Wrapper]]:
-        """Also rows that go on with different numbers of tokens: padding behind other tokens changes a state, mask or not."""
+        """Also refuses rows that continue with different numbers of tokens: padding behind other tokens changes a state,
+        even with a mask."""
         rows = [(number, functools.partial(_row_by_row, number)) for number in self.recurrent]
         return [*super().wrappers(), *((self.net_in(number), "forward", by_row) for number, by_row in rows)]
 
     def mask_argument(self, real: Tensor | None) -> dict[str, Tensor | None]:
-        """Layers with a state let padding through unless they are told of it."""
+        """A mask of padding, which layers with a state need."""
         kinds = dict.fromkeys(("full_attention", *self.config.text_config.layer_types))
         return {**kinds, **dict.fromkeys(self.carrying, real)}
 

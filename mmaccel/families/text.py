@@ -1,4 +1,4 @@
-"""The text half of a CLIP model: says in the space of CLIP what a question asks, and what a vision tower's patches show."""
+"""CLIP text towers: embed questions in the space of CLIP, and project a vision tower's patches into it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TextTower:
 
     @property
     def width(self) -> int:
-        """Of the vision tower's hidden states."""
+        """Width of the vision tower's hidden states."""
         return self.projection.shape[0]
 
     @torch.no_grad()

@@ -1,10 +1,11 @@
-"""What taps and merging must know of vision towers: families and image encoders that stand alone tell it."""
+"""Adapters of vision towers, for taps and merging."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ..core.budget import layer_at
 from ..core.layout import Modality
 from ..errors import UnsupportedError
+from .language import first_of
 
 #: deviations of the colours of large sets of pictures, by which towers are trained
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -21,7 +23,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 @dataclass
 class EncoderCall:
-    """What one call of ``get_image_features`` or ``get_video_features`` was given.
+    """One call of ``get_image_features`` or ``get_video_features``.
 
     arguments : the call's bound arguments.
     tokens : language model tokens that came out; 0 as long as it runs.
@@ -32,13 +34,17 @@ class EncoderCall:
 
 
 class Towers(ABC):
-    """The vision towers of one model, right for towers that run over ``[tiles, tokens, width]``."""
+    """The vision towers of one model; by default they run over ``[tiles, tokens, width]``."""
 
     name: str
     #: why methods cannot look into its layers, as the end of "the vision tower of ... "; None where they can
     closed: str | None = None
     #: why tokens cannot merge between its layers; None where they can
     whole: str | None = None
+    #: where a tower has its transformer layers; empty if none of them runs over patches alone
+    layers_path: ClassVar[str] = "encoder.layers"
+    #: the attribute of a layer that is its self-attention
+    attention_name: ClassVar[str] = "self_attn"
     #: whether frames that are packed attend in one call, which a mask keeps apart, instead of a call each
     one_call: bool = False
 
@@ -51,13 +57,14 @@ class Towers(ABC):
     def towers(self) -> list[Any]:
         """The distinct vision towers."""
 
-    @abstractmethod
     def tower_layers(self, tower: Any) -> list[nn.Module]:
         """The tower's transformer layers, in order."""
+        return list(attrgetter(self.layers_path)(tower)) if self.layers_path else []
 
-    @abstractmethod
     def attention_of(self, layer: Any) -> nn.Module:
         """The self-attention of a tower layer."""
+        found: nn.Module = getattr(layer, self.attention_name)
+        return found
 
     @property
     @abstractmethod
@@ -69,7 +76,7 @@ class Towers(ABC):
         """The tower layer a tap means, see :class:`mmaccel.method.Tap`."""
 
     def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
-        """What a tap delivered, one value per language model token: ``[tokens, ...]`` in source order.
+        """Tapped values per language model token, ``[tokens, ...]`` in source order.
 
         ``values`` are the tapped tensors ``[tiles, patches, ...]`` of the tower's attention calls, CLS removed.
         """
@@ -81,13 +88,13 @@ class Towers(ABC):
         return list(range(self.feature_layer + 1))
 
     def units(self, encoded: EncoderCall, patches: int, width: int | None = None) -> Tensor:
-        """``[units, u]`` long: the patches of a tile that the projector joins into one token; they merge as one. ``width``
+        """Patches of a tile that the projector joins into one token, ``[units, u]`` long; they merge as one. ``width``
         is that of a frame in a packed sequence."""
         return torch.arange(patches)[:, None]
 
     def frames(self, encoded: EncoderCall) -> list[list[tuple[int, int]]] | None:
-        """Rows and columns of patches of every frame of every picture of a tower that packs them into one sequence; None for
-        other towers."""
+        """Rows and columns of patches of every frame of every picture, for towers that pack them into one sequence; else
+        None."""
         return None
 
     def blocks(self, encoded: EncoderCall, patches: int) -> Tensor:
@@ -107,18 +114,16 @@ class Towers(ABC):
 
     def first_norm(self, layer: nn.Module) -> nn.Module:
         """The norm before the attention of a pre-norm layer."""
-        norms = ("layer_norm1", "layernorm_before", "norm1", "ln_1")
-        found: nn.Module = next(getattr(layer, name) for name in norms if hasattr(layer, name))
-        return found
+        return first_of(layer, "layer_norm1", "layernorm_before", "norm1", "ln_1", "attention_norm", "rms_norm1")
 
     def second_half(self, layer: nn.Module) -> tuple[nn.Module, nn.Module]:
         """The norm before the MLP of a pre-norm layer, whose input is the sum behind the attention, and the MLP."""
-        norms = ("layer_norm2", "layernorm_after", "norm2", "ln_2")
-        return next(getattr(layer, name) for name in norms if hasattr(layer, name)), layer.get_submodule("mlp")
+        norm = first_of(layer, "layer_norm2", "layernorm_after", "norm2", "ln_2", "ffn_norm", "rms_norm2")
+        return norm, first_of(layer, "mlp", "feed_forward", "ffn")
 
 
 class ModelTowers(Towers):
-    """The towers of a vision-language model: by default one, of equal square tiles."""
+    """The towers of a vision-language model; by default one, of equal square tiles."""
 
     #: the whole model and the one inside its head, None of a description; the processor, if there is one
     config: Any
@@ -152,17 +157,9 @@ class ModelTowers(Towers):
             return []
         return list({id(t): t for t in (getattr(self.inner, self.tower_names[m]) for m in self.modalities)}.values())
 
-    def tower_layers(self, tower: Any) -> list[nn.Module]:
-        """The tower's transformer layers, in order."""
-        return list(tower.encoder.layers)
-
-    def attention_of(self, layer: Any) -> nn.Module:
-        """The self-attention of a tower layer."""
-        return layer.self_attn
-
     @property
     def tower_depth(self) -> int:
-        """Layers of the vision tower that can be looked into."""
+        """Number of tower layers that methods can look into."""
         if self.closed is not None:
             return 0
         if self.inner is not None:
@@ -172,24 +169,24 @@ class ModelTowers(Towers):
 
     @property
     def read_layers(self) -> list[int]:
-        """The layers of the tower whose outputs are read, as the configuration counts hidden states."""
+        """Tower layers whose outputs are read, counted as hidden states as in the configuration."""
         layer = getattr(self.config, "vision_feature_layer", -1)
         return list(layer) if isinstance(layer, (list, tuple)) else [layer]
 
     @property
     def read_at(self) -> list[int]:
-        """The same, as tower layers are counted from 0."""
+        """Tower layers whose outputs are read, counted from 0."""
         depth = self.tower_depth
         # hidden_states[i] is the output of layer i - 1
         return [layer - 1 if layer >= 0 else depth + layer for layer in self.read_layers]
 
     @property
     def feature_layer(self) -> int:
-        """The tower layer (counted from 0) whose output the language model reads; where it reads several, the last of them."""
+        """The last tower layer (counted from 0) whose output the language model reads."""
         return max(self.read_at)
 
     def tap_layer(self, layer: float | None) -> int:
-        """The tower layer a tap means; None is the layer whose attention shaped the features."""
+        """The tower layer of a tap; None is the layer whose attention shaped the features."""
         depth = self.tower_depth
         if isinstance(layer, float):
             # of blocks with windows between them only those that attend to everything
@@ -202,19 +199,19 @@ class ModelTowers(Towers):
 
     @property
     def image_std(self) -> tuple[float, ...]:
-        """By what the processor divided the colours; without a processor, as usual for the tower."""
+        """Standard deviations by which the processor divides colours; without a processor the usual ones."""
         given = getattr(getattr(self.processor, "image_processor", None), "image_std", None)
         return tuple(given) if given else self.usual_std
 
     @property
     def usual_std(self) -> tuple[float, ...]:
-        """What models with such a tower divide by."""
+        """Standard deviations that models with such a tower use."""
         kind = str(self.vision.model_type)
         return CLIP_STD if "clip" in kind else IMAGENET_STD if "internvl" in kind else (0.5, 0.5, 0.5)
 
     def unit_pixels(self, encoded: EncoderCall, pixels: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The pixels of the patches that the projector joins (see :meth:`units`) in what a tower is given: per size of tiles or
-        frames ``[N, h, w, d]`` float32, and ``[N, h * w, u]`` long, which patches these are, counted tile by tile."""
+        """Pixels of the units (see :meth:`units`) of a tower's input: per size of tiles or frames ``[N, h, w, d]``
+        float32, and ``[N, h * w, u]`` long, their patches, counted tile by tile."""
         n, colours, height, width = pixels.shape
         size = self.vision.patch_size
         down, across = (size, size) if isinstance(size, int) else size
@@ -228,8 +225,8 @@ class ModelTowers(Towers):
         return [(values.view(n, rows // factor, columns // factor, -1), first + units)]
 
     def tower_order(self, encoded: EncoderCall) -> Tensor | None:
-        """``[patches]`` long: which of the patches that it is given stands at each place of a tower's sequence; None where they
-        stand as they are given."""
+        """The input patch at each place of a tower's sequence, ``[patches]`` long; None if the order is that of the
+        input."""
         return None
 
     def features(self, output: Any) -> list[Tensor]:

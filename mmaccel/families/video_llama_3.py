@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.layout import Layout, Modality, Picture, Tile
 from .base import Facts
@@ -29,23 +29,15 @@ class VideoLlama3(PackedGrids):
     stamped = True
     usual_std = (0.5, 0.5, 0.5)
     extra_inputs: ClassVar[tuple[str, ...]] = ("video_compression_mask",)
-
-    def tower_layers(self, tower: Any) -> list[nn.Module]:
-        """As SigLIP names them."""
-        return list(tower.encoder.layers)
-
-    def attention_of(self, layer: Any) -> nn.Module:
-        """As SigLIP names it."""
-        found: nn.Module = layer.self_attn
-        return found
+    layers_path = "encoder.layers"
+    attention_name = "self_attn"
 
     def joined(self, encoded: EncoderCall) -> int:
-        """Patches along one side of what becomes a token; one number a call is all that processors make."""
+        """Patches along one side of the block of a token; processors give one number a call."""
         sizes: Any = next(value for name, value in encoded.arguments.items() if name.endswith("merge_sizes"))
         return int(sizes[0])
 
     def units(self, encoded: EncoderCall, patches: int, width: int | None = None) -> Tensor:
-        """The blocks that are averaged."""
         return torch.arange(patches).view(-1, self.joined(encoded) ** 2)
 
     def grids(self, modality: Modality, encoded: EncoderCall) -> list[tuple[int, int, int]]:
@@ -54,12 +46,11 @@ class VideoLlama3(PackedGrids):
         return [(t, h // side, w // side) for t, h, w in self._given_grids(encoded)]
 
     def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
-        """The mean of each block."""
         flat = torch.cat([v[0] for v in values])
         return flat.reshape(-1, self.joined(encoded) ** 2, *flat.shape[1:]).mean(1)
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """Of clips those tokens that are in the prompt."""
+        """Clips with the tokens that are in the prompt."""
         whole = super().pictures(modality, encoded, ids)
         there = encoded.arguments.get("video_compression_mask") if modality == "video" else None
         if there is None:
@@ -68,7 +59,7 @@ class VideoLlama3(PackedGrids):
         return [[_some(tile, there[tile.source]) for tile in frames] for frames in whole]
 
     def layout(self, ids: Tensor, valid: Tensor, encoded: Mapping[Modality, EncoderCall]) -> Layout:
-        """What is not in the prompt needs no room there."""
+        """The layout; tokens that are not in the prompt need no place there."""
         seen = encoded.get("video")
         if seen is not None and (there := seen.arguments.get("video_compression_mask")) is not None:
             encoded = {**encoded, "video": replace(seen, tokens=int(there.sum()))}
@@ -76,5 +67,5 @@ class VideoLlama3(PackedGrids):
 
 
 def _some(tile: Tile, there: Tensor) -> Tile:
-    """The tokens of a frame that are ``there [n]`` bool."""
+    """The tokens of a frame that ``there [n]`` bool selects."""
     return Tile(tile.grid, tile.cells[there], tile.source[there])

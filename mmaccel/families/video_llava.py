@@ -21,7 +21,6 @@ class VideoLlava(Family):
     tower_names = {"image": "image_tower", "video": "video_tower"}
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """One segment an image or clip."""
         n = self.side
         if modality == "image":
             return [[Tile.raster(1, n, n, i * n * n)] for i in range(encoded.tokens // (n * n))]

@@ -25,7 +25,7 @@ Variant = Literal["exact", "official"]
 
 @dataclass(frozen=True)
 class Tap:
-    """A quantity of the vision tower that a method needs. What no method needs is not computed.
+    """A quantity of the vision tower that a method needs. The runtime computes only those that some method needs.
 
     kind
         ``cls_attention``: attention paid by the CLS token to each patch, mean over heads. ``received_attention``: attention
@@ -53,7 +53,7 @@ class Tap:
 
 
 class TowerFacts(Protocol):
-    """The facts of a vision tower that methods may depend on."""
+    """Protocol of the facts of a vision tower that methods may use."""
 
     name: str
     #: why methods cannot look into its layers, as the end of "the vision tower of ... "; None where they can
@@ -67,7 +67,7 @@ class TowerFacts(Protocol):
 
 
 class ModelFacts(TowerFacts, Protocol):
-    """The facts of a model that methods may depend on; every family provides them."""
+    """Protocol of the facts of a model that methods may use; every family provides them."""
 
     #: the model itself, or what stands for it where only its configuration is at hand
     model: Any
@@ -86,7 +86,7 @@ class ModelFacts(TowerFacts, Protocol):
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """What it is shown as such, ``image`` and ``video``."""
+        """Modalities that the model has inputs for, ``image`` and ``video``."""
 
     @property
     def depth(self) -> int:
@@ -100,7 +100,7 @@ class ModelFacts(TowerFacts, Protocol):
         """The self-attention module of a layer of the language model, with its projections."""
 
     def outgoing_in(self, layer: int) -> Any:
-        """Its output projection, or None."""
+        """The output projection of the attention of a layer, or None."""
 
 
 class Method(ABC):
@@ -145,15 +145,15 @@ class Method(ABC):
         return f"{type(self).__name__}({told})" + (".by('official')" if self.official else "")
 
     def options(self) -> dict[str, Any]:
-        """The options that are not what they are by default."""
+        """The options that differ from their defaults."""
         if not dataclasses.is_dataclass(self):
             return {}
         own = [f for f in dataclasses.fields(self) if f.init]
         return {f.name: value for f in own if (value := getattr(self, f.name)) != f.default}
 
     def by(self, variant: Variant) -> Self:
-        """This method in a variant of its recipe. One that has an authors' variant of its own says in its docstring, in a
-        paragraph that begins with ``variant="official"``, what changes."""
+        """This method in the given variant of its recipe. A method with an authors' variant describes it in its
+        docstring, in a paragraph that begins with ``variant="official"``."""
         if self.official == (variant == "official"):
             return self
         made = copy.copy(self)
@@ -170,15 +170,15 @@ class Method(ABC):
 
     @property
     def mixes_heads(self) -> bool:
-        """Whether what it keeps depends on several KV heads of a layer of the language model at once."""
+        """Whether the result depends on several KV heads of a layer at once."""
         return False
 
     def check(self, family: ModelFacts) -> None:
         """Raise :class:`UnsupportedError` when the family lacks what the method needs."""
 
     def suits(self, family: ModelFacts) -> None:
-        """Raise :class:`UnsupportedError` when :meth:`check` does, the method taps a vision tower that is closed, or it mixes
-        heads that no device has all of."""
+        """Raise :class:`UnsupportedError` when :meth:`check` does, when the method taps a closed vision tower, or when
+        it compares heads that are on different devices."""
         if family.ranks > 1 and self.mixes_heads:
             raise UnsupportedError(
                 f"{self.name} compares the heads of a layer, and these are spread over {family.ranks} devices (tp_plan), each "

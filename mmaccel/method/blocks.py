@@ -1,4 +1,4 @@
-"""What methods of several sites share: attention and similarities in blocks of rows, so that the whole map is never in memory;
+"""Helpers of methods at several sites: attention and similarities in blocks of rows, without the whole map in memory;
 the frames of a unit."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def row_blocks(attention: LayerAttention) -> list[tuple[int, int]]:
 
 
 def upto(attention: LayerAttention, stop: int) -> LayerAttention:
-    """The same attention without the query rows from ``stop`` on, and without the keys that only those may attend to."""
+    """The attention of the query rows before ``stop``, without keys that only later rows may attend to."""
     keys = attention.key.shape[2] - attention.query.shape[2] + stop
     return replace(
         attention,
@@ -42,8 +42,8 @@ def upto(attention: LayerAttention, stop: int) -> LayerAttention:
 
 
 def question_rows(attention: LayerAttention) -> Iterator[tuple[Tensor, Tensor]]:
-    """``[B, H, r, k]``, what rows of the text behind the pictures pay to the first ``k`` keys, in blocks of rows, and
-    ``[B, 1, r, 1]`` bool, which of the rows are such text; what others pay may be NaN."""
+    """Attention that text behind the pictures pays, in blocks of rows: ``[B, H, r, k]`` to the first ``k`` keys, and
+    ``[B, 1, r, 1]`` bool, which rows are such text; other rows may be NaN."""
     asked = question(attention.text, ~attention.text)
     spoken = question(attention.host_text, ~attention.host_text).any(0)
     for start, stop in row_blocks(attention):
@@ -94,7 +94,7 @@ def cosine_of(x: Tensor, y: Tensor) -> Tensor:
 
 
 def frame_numbers(tokens: TokenBatch) -> Tensor:
-    """``[N, n]`` long: the frame of a clip, or tile of a picture, each token is of, numbered from 0; -1 without a cell."""
+    """Number of the frame of a clip, or tile of a picture, of each token, ``[N, n]`` long from 0; -1 without a cell."""
     here, frames = tokens.celled, int(tokens.grid[:, 0].max())
     key = (tokens.tile * frames + tokens.cells[..., 0]).masked_fill(~here, -1)
     found = torch.zeros(len(key), max(2, int(key.max()) + 2), dtype=torch.long, device=key.device).scatter_(

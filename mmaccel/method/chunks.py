@@ -1,4 +1,4 @@
-"""Methods that have the lower layers of the language model read a prompt in chunks, which join between layers."""
+"""Base of methods whose lower layers read a prompt in chunks that join between layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tokens import TokenMethod
 
 
 class ChunkMethod(TokenMethod):
-    """A method that drops visual tokens of chunks of a prompt, before neighbouring chunks join.
+    """A method that drops visual tokens of a prompt's chunks before neighbouring chunks join.
 
     All between the first visual token of a prompt and its last is cut into runs of equal length. Each of them goes through the
     lower layers with a copy of all text before and behind, at positions as if nothing else stood between the two, so that
@@ -72,7 +72,7 @@ class ChunkMethod(TokenMethod):
 
     @staticmethod
     def _reach(family: ModelFacts) -> range:
-        """What ``layer`` may be: the first join is above it, and one layer or more above the last join."""
+        """Valid values of ``layer``: the first join is above it, and at least one layer is above the last join."""
         return range(max(0, family.deepstack - 1), family.depth - 1)
 
     @property
@@ -103,11 +103,12 @@ class ChunkMethod(TokenMethod):
             )
 
     def highest(self, depth: int) -> int:
-        """The most levels that join in a model of ``depth`` layers."""
+        """The largest number of levels that can join in a model of ``depth`` layers."""
         return depth - 1 - int(self.layer)
 
     def joins(self, levels: int, depth: int) -> list[int]:
-        """The layers of a model of ``depth`` at whose input chunks of a tree of so many levels join, rising."""
+        """The layers at whose input chunks join, ascending, of a tree with ``levels`` levels in a model of ``depth``
+        layers."""
         each = (depth - int(self.layer)) // (levels + 1)
         return [depth - each * left for left in range(levels, 0, -1)]
 

@@ -1,4 +1,4 @@
-"""Methods that a smaller model helps: what it attends to in the same prompt ranks tokens, what it writes ranks keys."""
+"""Bases of methods with a draft model: its attention to the prompt ranks tokens, its text ranks keys."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .tokens import ProjectorMethod
 
 
 class Drafted:
-    """What methods with a draft have in common: a smaller model of the same family, with the same vocabulary and as many tokens
-    a picture, which reads the new part of a prompt and writes behind it.
+    """Options of methods with a draft: a smaller model of the same family, with the same vocabulary and as many tokens a
+    picture, which reads the new part of a prompt and continues it.
 
     ``draft`` is a folder or hub id, or a model that is loaded already, which stays the caller's; by default the folder
     ``draft`` beside the model's weights.
@@ -28,7 +28,7 @@ class Drafted:
     lookahead: int
 
     def check_draft(self) -> None:
-        """Called when a method is made.
+        """Validate the options of the draft; called when a method is made.
 
         Raises
         ------
@@ -42,7 +42,7 @@ class Drafted:
 
 
 class DraftMethod(Drafted, ProjectorMethod):
-    """A method that is shown the attention of a draft, which reads the prompt first and writes ``lookahead - 1`` tokens.
+    """A method that sees the attention of a draft, which reads the prompt first and writes ``lookahead - 1`` tokens.
 
     What :meth:`see` makes of every layer is joined over layers (:attr:`joined`), and what :meth:`finalize` makes of all steps
     reaches :meth:`reduce` as ``tokens.signals["draft_match"]``. Keys of earlier turns take no part.
@@ -57,16 +57,16 @@ class DraftMethod(Drafted, ProjectorMethod):
 
     @property
     def rows(self) -> int:
-        """Of how many of the last prompt tokens the attention is to be seen."""
+        """Number of last prompt tokens whose attention is observed."""
         return 1
 
     def begin(self, depth: int) -> int:
-        """The first layer, of the draft's ``depth``, that is to be seen."""
+        """The first layer of the draft, of ``depth``, that is observed."""
         return 0
 
     @abstractmethod
     def see(self, attention: LayerAttention, prompt: int) -> Tensor:
-        """``[B, prompt]`` float32: what one layer says of every prompt token in one step.
+        """Scores ``[B, prompt]`` float32 of every prompt token by one layer in one step.
 
         In the first step the queries are those of the last :attr:`rows` prompt tokens (rows that a short prompt lacks see
         nothing and have NaN for attention), later that of the token that was written. The first ``prompt`` keys are those of
@@ -75,12 +75,12 @@ class DraftMethod(Drafted, ProjectorMethod):
 
     @abstractmethod
     def finalize(self, steps: Tensor, valid: Tensor) -> Tensor:
-        """``[B, S]`` float32 of ``steps [B, lookahead, S]``; those are ``valid [B, lookahead]`` bool that come before an end of
-        the draft's answer."""
+        """Scores ``[B, S]`` float32 from those of all steps ``[B, lookahead, S]``; ``valid [B, lookahead]`` bool is
+        False behind the end of the draft's answer."""
 
 
 class DraftPolicy(Drafted, Policy):
-    """A cache policy that scores the keys of a prompt by the queries of a text that a draft has written behind it.
+    """A cache policy that scores the keys of a prompt by the queries of a text that a draft has written.
 
     The model reads the ``lookahead`` tokens that the draft writes when the prompt is over, once and without storing them:
     :meth:`score` is shown their queries behind those of the prompt's window, and their keys behind those of the prompt, whose

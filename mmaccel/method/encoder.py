@@ -1,4 +1,4 @@
-"""Methods inside a vision tower, and what they are given of each layer."""
+"""Base of methods inside a vision tower, and their input."""
 
 from __future__ import annotations
 

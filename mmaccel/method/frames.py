@@ -25,11 +25,11 @@ class FramesMethod(Method):
 
     @abstractmethod
     def picture(self, image: PILImage, retain: float) -> PILImage:
-        """The picture to use in place of ``image``."""
+        """The picture that replaces ``image``."""
 
     @abstractmethod
     def clip(self, frames: np.ndarray, retain: float) -> np.ndarray:
-        """The frames to use in place of ``frames [T, H, W, 3]`` uint8, a clip."""
+        """The frames that replace ``frames [T, H, W, 3]`` uint8, a clip."""
 
     def choose(self, frames: np.ndarray, retain: float) -> np.ndarray:
         """Which of ``frames [T, H, W, 3]`` the result of :meth:`clip` consists of, ``[T']`` ascending; by default all.
@@ -40,7 +40,7 @@ class FramesMethod(Method):
 
 
 class FrameChoice(FramesMethod):
-    """``retain`` of the frames of a clip stay, as they are and at least one; pictures are left alone."""
+    """Base of methods that keep ``retain`` of the frames of a clip, at least one; pictures stay as they are."""
 
     budget: ClassVar[Literal["exact", "at_most", "adaptive", "none"]] = "exact"
     only_chooses = True
@@ -62,12 +62,12 @@ class FrameChoice(FramesMethod):
         return frames[self.choose(frames, retain)]
 
     def picture(self, image: PILImage, retain: float) -> PILImage:
-        """One picture, as it is."""
+        """The picture, unchanged."""
         return image
 
 
 def check_frames(method: Method, call: str, made: Any, total: int, count: int | None = None) -> np.ndarray:
-    """``made`` as ``[T']`` int64 if it has ascending indices of the ``total`` frames of a clip, one at least, or ``count``.
+    """Validate the ascending indices ``made`` of frames, at least one or ``count`` of ``total``; returns ``[T']`` int64.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Base of methods that rank tokens by the attention they get in the vision tower."""
+"""Base of methods that rank tokens by the attention they receive in the vision tower."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tokens import ProjectorMethod, TokenBatch
 
 @dataclass(frozen=True)
 class AttentionGuided(ProjectorMethod):
-    """A method that ranks tokens by the attention they get in one layer of the vision tower.
+    """A method that ranks tokens by the attention they receive in one layer of the vision tower.
 
     Parameters
     ----------

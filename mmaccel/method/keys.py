@@ -1,4 +1,4 @@
-"""Methods on the KV cache: what a policy is given, which options it shares with all others, and what it returns."""
+"""Base of cache policies, their input and their shared options."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {"pyramid": (0.5, 1e6), "kvpress": (
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """The options that all cache policies share; the base implements them.
+    """Options of all cache policies; the base implements them.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ class CacheOptions:
             raise MmaccelError(f"recent={self.recent} is a share above 1; for a count of keys give an int.")
 
     def choice(self, option: str) -> tuple[str, float | None]:
-        """The name and the number after the colon of an option such as ``pyramid:20``.
+        """Name and number of an option such as ``pyramid:20``.
 
         Raises
         ------
@@ -199,7 +199,7 @@ class CacheOptions:
 
     @property
     def divides_heads(self) -> bool:
-        """Whether the keys that a head keeps are a matter of this head alone."""
+        """Whether the kept keys of a head depend on this head alone."""
         layers = self.choice("layer_budget")[0] in ("uniform", "pyramid", "kvpress")
         return layers and self.choice("head_budget")[0] == "uniform" and not self.chunk
 
@@ -255,7 +255,7 @@ class Policy(CacheOptions, Method):
             raise MmaccelError(f"{self.name} keeps the same keys for all heads; leave out head_budget.")
 
     def check_settings(self, positions: str, proportional: str) -> None:
-        """As for every method; and :attr:`text_policy` must be a policy that can rank text."""
+        """As :meth:`Method.check_settings`; :attr:`text_policy` must be a policy that can rank text."""
         super().check_settings(positions, proportional)
         self.text_ranker()
 
@@ -309,12 +309,13 @@ class Policy(CacheOptions, Method):
 
     @property
     def steady(self) -> bool:
-        """Whether every :meth:`recall` of an answer chooses equally many keys of a row, so that the host asks only once."""
+        """Whether every :meth:`recall` of an answer chooses equally many keys of a row, so that the host waits only
+        once."""
         return False
 
     @property
     def decodes(self) -> bool:
-        """Whether it has work at every decode step, so that it looks at stored keys: it evicts by a schedule, or recalls."""
+        """Whether it looks at stored keys at every decode step, to evict by a schedule or to recall."""
         return self.scheduled or self.recalls
 
     @property

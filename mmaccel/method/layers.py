@@ -1,4 +1,4 @@
-"""Methods between layers of the language model, and the attention of a layer as they are given it."""
+"""Base of methods between layers of the language model, and their view of a layer's attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Layerwise:
-    """Base of what a method is given of one layer: what depends on the tokens only is computed once for several layers.
+    """Base of per-layer inputs; results that depend on tokens only are computed once for several layers.
 
     memo : the results of :meth:`once`, shared by all layers with the same tokens.
     """
@@ -50,7 +50,7 @@ class Layerwise:
 
 @dataclass
 class SharedPass:
-    """What is computed in the same pass over the logits of a layer as the sums of its columns.
+    """Results of the same pass over a layer's logits as the column sums.
 
     query : of the attention that it belongs to. value : ``[B, Hkv, K, Dv]``, for the output of the attention.
     entropy : whether the entropy of the attention is wanted too.
@@ -91,7 +91,7 @@ class LayerAttention(Layerwise):
 
     @cached_property
     def host_text(self) -> Tensor:
-        """``text`` on the CPU; the host waits where it does not know."""
+        """``text`` on the CPU; waits for the device if the host does not have it."""
         return self.text.cpu() if self.said is None else self.said
 
     @cached_property
@@ -149,12 +149,12 @@ class LayerMethod(TokenMethod):
         return True
 
     def layers(self) -> range:
-        """The layers at whose input it works; of a method that was fitted to a model."""
+        """The layers at whose input a fitted method works."""
         return range(int(self.layer), int(self.layer) + 1)
 
     def is_done(self, left: Tensor, count: Tensor) -> bool:
-        """Whether it has nothing to do any more at the layers that follow: ``left [N, c]`` are the tokens of every unit before
-        and behind each layer so far, ``count [N]`` its budget, both long on the CPU."""
+        """Whether nothing is left to do at later layers. ``left [N, c]`` are the tokens of every unit before and behind
+        each layer so far, ``count [N]`` its budget, both long on the CPU."""
         return False
 
     def fit(self, family: ModelFacts) -> Method:
@@ -164,7 +164,7 @@ class LayerMethod(TokenMethod):
         return self._at(layer_at(self.layer, family.depth), family)
 
     def within(self, family: ModelFacts) -> LayerMethod:
-        """This method at the layer nearest to ``layer`` at which tokens can be dropped."""
+        """This method at the nearest layer at which tokens can be dropped."""
         return self._at(int(self.layer), family)
 
     def _at(self, layer: int, family: ModelFacts) -> LayerMethod:
@@ -174,8 +174,8 @@ class LayerMethod(TokenMethod):
         return self if layer == self.layer else dataclasses.replace(self, layer=layer)  # type: ignore[type-var]
 
     def reach(self, family: ModelFacts) -> list[int]:
-        """The layers of a model at whose input it can work, rising: not below those that add DeepStack features, and where the
-        layer whose attention it looks at has any."""
+        """The layers at whose input it can work, ascending: none below DeepStack layers, and only where the observed
+        layer has attention."""
         first = max(self.lowest, family.deepstack)
         found = [layer + (not self.looks_ahead) for layer in family.attending]
         if self.spreads and not self.lowest:
@@ -184,7 +184,7 @@ class LayerMethod(TokenMethod):
         return [layer for layer in found if first <= layer < family.depth]
 
     def suits(self, family: ModelFacts) -> None:
-        """Refuse models of which only some layers attend, where it looks at the attention of layer after layer."""
+        """Refuse models with layers without attention if it observes layer after layer."""
         super().suits(family)
         if self.spreads and family.stateful:
             raise UnsupportedError(

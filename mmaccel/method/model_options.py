@@ -1,4 +1,4 @@
-"""Models beside the accelerated one: those that the caller has loaded, and those that methods load, each once."""
+"""Extra models of methods: loaded by the caller, or loaded once by mmaccel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 
 class Loaded:
-    """``model`` as the value of an option: it stays the caller's, is never copied with a recipe, and has no JSON.
+    """A loaded model as the value of an option: it stays the caller's, is never copied with a recipe, and has no JSON.
 
     Examples
     --------
@@ -23,7 +23,7 @@ class Loaded:
 
     @staticmethod
     def of(value: Any) -> Any:
-        """``value``, inside one of these if it is a model."""
+        """``value``, wrapped if it is a model."""
         # recipes are made without torch
         return Loaded(value) if hasattr(value, "named_parameters") else value
 
@@ -47,7 +47,7 @@ _lock = threading.RLock()
 
 
 def load_once(kind: str, name: str, where: tuple[str, ...], load: Callable[[], Any]) -> Any:
-    """What ``load`` returns: a draft, a text tower. It is called once as long as anybody uses what it returned.
+    """Load a draft or text tower once and share it as long as anybody uses it.
 
     Parameters
     ----------
@@ -65,8 +65,7 @@ def load_once(kind: str, name: str, where: tuple[str, ...], load: Callable[[], A
 
 
 class KeepLoaded:
-    """Keeps what :func:`load_once` returns, also while no model is accelerated: until this object is deleted, or to the end of
-    its ``with`` block."""
+    """Keep what :func:`load_once` returns loaded until this object is deleted, or to the end of its ``with`` block."""
 
     def __init__(self) -> None:
         self.parts: dict[int, Any] = {}

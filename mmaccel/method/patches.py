@@ -1,4 +1,4 @@
-"""Methods in front of a vision tower: which patches are worth encoding."""
+"""Base of methods in front of a vision tower: which patches are worth encoding."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .base import Method, TowerFacts
 
 
 class PatchMethod(Method):
-    """A method at site ``patches``: patches that it can predict from others do not enter the vision tower, and the language
-    model is not shown their tokens. The others keep their positions; see :mod:`mmaccel.runtime.tower.patch_pruning`.
+    """A method at site ``patches``: patches that others predict do not enter the vision tower, and the language model
+    does not see their tokens. The others keep their positions; see :mod:`mmaccel.runtime.tower.patch_pruning`.
 
     It has no budget, the pixels decide. Where the projector joins a block of patches to one token, whole blocks are predicted.
 

@@ -1,4 +1,4 @@
-"""Methods before the language model that rank tokens by what the language model sees of them in a first pass."""
+"""Base of methods that rank tokens by a first pass through lower layers of the language model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tokens import ProjectorMethod
 
 
 class PreviewMethod(ProjectorMethod):
-    """A method that is shown the attention of layer ``layer`` of a pass through the layers below it, made for this alone.
+    """A method that observes the attention of layer ``layer`` in a first pass through the layers below it.
 
     The whole prompt runs through layers 0 to ``layer - 1`` without a cache, and of layer ``layer`` queries and keys are made.
     What :meth:`observe` returns of them reaches :meth:`reduce` as ``tokens.signals``. Then everything starts anew with what is

@@ -1,4 +1,4 @@
-"""The error for a method that returned what it must not, in one sentence."""
+"""The error for an invalid result of a method, in one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check what a method returned, so that a mistake in it is named before it becomes a wrong answer.
+"""Validate what a method returned, so that its mistake is named before it becomes a wrong answer.
 
 Types, shapes, dtypes and devices are checked on every device, which costs nothing. Values (NaN, indices out of range) are
 checked where the result is on the CPU: on a GPU the host would wait for them. All checks raise :class:`MmaccelError`.
@@ -26,12 +26,12 @@ _WORDS: dict[Kind, str] = {"float": "floating-point", "bool": "bool", "integer":
 
 
 def on_host(made: Tensor) -> bool:
-    """Whether the values of a result can be looked at without waiting for a device, or breaking a graph that is compiled."""
+    """Whether values can be read without waiting for a device or breaking a compiled graph."""
     return made.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_type(method: Method | type[Method], call: str, made: Any, kind: type[R]) -> R:
-    """``made`` if it is an instance of ``kind``."""
+    """Validate that ``made`` is an instance of ``kind``."""
     if not isinstance(made, kind):
         refuse(method, call, described(made), f"a {kind.__name__}")
     return made
@@ -40,7 +40,7 @@ def check_type(method: Method | type[Method], call: str, made: Any, kind: type[R
 def check_tensor(
     method: Method | type[Method], call: str, made: Any, kind: Kind, shape: Sequence[int | None], like: Tensor | None
 ) -> Tensor:
-    """``made`` if it is a tensor of this kind of dtype, of this ``shape`` (None for any length), on the device of ``like``."""
+    """Validate a tensor: kind of dtype, ``shape`` (None for any length), device of ``like``."""
     if not (isinstance(made, Tensor) and _is(made, kind) and _fits(made, shape)):
         told = ", ".join("any" if n is None else str(n) for n in shape) + ("," if len(shape) == 1 else "")
         refuse(method, call, described(made), f"{article(_WORDS[kind])} tensor of shape ({told})")
@@ -52,20 +52,20 @@ def check_tensor(
 def check_figures(
     method: Method | type[Method], call: str, made: Any, shape: Sequence[int | None], like: Tensor
 ) -> dict[str, Tensor]:
-    """``made`` if it is a dict of floating-point tensors of this ``shape``, by name."""
+    """Validate a dict of floating-point tensors of this ``shape``, by name."""
     if not isinstance(made, Mapping) or not all(isinstance(name, str) for name in made):
         refuse(method, call, described(made), "a dict of tensors by name")
     return {name: check_tensor(method, call, x, "float", shape, like) for name, x in made.items()}
 
 
 def figures_of(method: LayerMethod | PreviewMethod, attention: LayerAttention) -> dict[str, Tensor]:
-    """What ``method.observe`` makes of the attention of a layer, ``[B, K]`` each."""
+    """Statistics ``[B, K]`` that ``method.observe`` returns for the attention of a layer, validated."""
     key = attention.key
     return check_figures(method, "observe()", method.observe(attention), (key.shape[0], key.shape[2]), key)
 
 
 def check_numbers(method: Method, call: str, made: Tensor, where: Tensor | None = None) -> Tensor:
-    """``made`` if it has no NaN, at least ``where`` it is looked at (bool, of a shape that broadcasts); on the CPU."""
+    """Validate on the CPU that ``made`` has no NaN where ``where`` (bool, of a shape that broadcasts) is true."""
     # nearly always: a sum is NaN if any number is
     if on_host(made) and not math.isfinite(made.sum().item()):
         wrong = made.isnan() if where is None else made.isnan() & where
@@ -75,8 +75,7 @@ def check_numbers(method: Method, call: str, made: Tensor, where: Tensor | None 
 
 
 def check_slots(method: Method, call: str, made: Tensor, count: int, rising: bool = False) -> Tensor:
-    """``made`` if all are indices of ``count`` things, in every row each larger than the one before where they are to be
-    ``rising``; on the CPU."""
+    """Validate on the CPU that all values are indices below ``count``, strictly ascending in every row if ``rising``."""
     if on_host(made) and made.numel():
         least, most = map(int, made.aminmax())
         if least < 0 or most >= count:
@@ -87,8 +86,8 @@ def check_slots(method: Method, call: str, made: Tensor, count: int, rising: boo
 
 
 def check_reduction(method: Method, made: Any, valid: Tensor, width: int) -> Reduction:
-    """``made``, on the CPU, if it is a reduction of the slots ``valid [N, n]`` of tokens of ``width`` channels. How many stay
-    is not checked. ``valid`` is bool and on the CPU."""
+    """Validate a reduction of the slots ``valid [N, n]`` (bool, on the CPU) of tokens of ``width`` channels, and return
+    it on the CPU. The number of kept tokens is not checked."""
     call, made = "reduce()", check_type(method, "reduce()", made, Reduction)
     for name in ("kept", "valid"):
         check_tensor(method, f"reduce() (`{name}`)", getattr(made, name), "bool", valid.shape, None)

@@ -1,4 +1,4 @@
-"""Methods between layers of the language model whose tokens may come back while it decodes."""
+"""Base of methods inside the language model whose dropped tokens may come back while decoding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .layers import LayerMethod
 
 
 class ReturningMethod(LayerMethod):
-    """A method that chooses anew among all visual tokens whenever new tokens follow a prompt.
+    """A method that chooses again among all visual tokens whenever new tokens follow a prompt.
 
     What it drops of a prompt waits at its layer, as a hidden state. Of every forward that follows, :meth:`recall` is shown what
     :meth:`observe` made of the attention of the layer before, by its last token. Of tokens that it chooses, those that wait run
@@ -22,13 +22,13 @@ class ReturningMethod(LayerMethod):
     """
 
     def conflict(self, other: Method) -> str | None:
-        """Refuse what drops or packs tokens for good while others come back."""
+        """Refuse methods that drop or pack tokens for good."""
         if other.site in ("layers", "cache", "codec") and not isinstance(other, ReturningMethod):
             return f"{self.name} brings dropped tokens back, which {other.name} would drop or pack while they come"
         return super().conflict(other)
 
     def check(self, family: ModelFacts) -> None:
-        """Refuse models in whose layers a token cannot run later than it stands."""
+        """Refuse models whose layers a token cannot run through later."""
         super().check(family)
         why = "has layers that keep a state, which takes tokens in their order" if family.stateful else family.no_return
         if why is not None:

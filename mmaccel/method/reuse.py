@@ -1,4 +1,4 @@
-"""Methods that take what a vision tower made of an earlier frame in place of what it would make of this one."""
+"""Base of methods that reuse a vision tower's features of earlier frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A small network that scores visual tokens as they enter the language model, its files, and the model that it belongs to.
+"""Selectors: small networks that score visual tokens as they enter the language model, their files, and the fingerprint
+of their model.
 
 What the runtime needs of a selector is here; ``mmaccel distil`` trains it. The network is a few pre-norm transformer blocks
 over the visual tokens of a picture or clip. What enters are features (normalised, projected to a small width), the place of
@@ -42,7 +43,7 @@ _RELATIVE, _ABSOLUTE = 2**-7, 1e-6
 
 @dataclass(frozen=True)
 class Shape:
-    """What a selector is made of.
+    """Sizes of a selector.
 
     features : width of what it reads, that of the language model.
     width : its own, a multiple of ``heads``. blocks : how many. heads : of attention.
@@ -95,7 +96,7 @@ class Shape:
 
 
 class Selector(nn.Module):
-    """Scores of visual tokens, :class:`Shape` says of what it is made."""
+    """Network that scores visual tokens; :class:`Shape` has its sizes."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -115,8 +116,8 @@ class Selector(nn.Module):
         self.pair = nn.Linear(2 * shape.width, shape.width) if shape.question else None
 
     def forward(self, tokens: TokenBatch, worth: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scores ``[N, n]`` float32, higher for tokens that are to stay, and residuals ``[N, n, D]`` float32, what is added to
-        each that stays where others do not, in the scale of its features, or None; what padding has is of no meaning.
+        """Scores ``[N, n]`` float32, higher for tokens that should stay, and residuals ``[N, n, D]`` float32, added to
+        kept tokens when others are dropped, in the scale of their features, or None; values of padding are meaningless.
 
         ``features [N, n, D]``, ``cells [N, n, 3]``, ``grid [N, 3]``, ``valid [N, n]``, and of one that reads the question
         ``question [N, q, D]`` and ``question_valid [N, q]``; ``worth [N, n]`` float32, what a rule thinks of the tokens.
@@ -133,7 +134,7 @@ class Selector(nn.Module):
         return self.score(x)[..., 0], more
 
     def _words(self, tokens: TokenBatch) -> tuple[Tensor | None, Tensor | None]:
-        """``[N, 1 + q, w]``: nothing, for who finds no word that concerns it, and every word with the one before it."""
+        """Question words for attention, ``[N, 1 + q, w]``: an empty one, then every word joined with the one before it."""
         if self.ask is None or self.pair is None:
             return None, None
         count = len(tokens.features)
@@ -167,7 +168,7 @@ class Selector(nn.Module):
 
     @staticmethod
     def load(folder: str | Path, device: torch.device | str = "cpu") -> Selector:
-        """The selector of a folder, once for every device and version of its files; it is not to be changed.
+        """The selector of a folder, cached by device and version of its files; do not change it.
 
         Raises
         ------
@@ -190,7 +191,7 @@ def _loaded(path: Path, changed: Stamp, shape: Shape, device: torch.device) -> S
 
 
 def described(folder: str | Path) -> tuple[Shape, ModelFingerprint]:
-    """Of a selector's folder: what it is made of, and which model it belongs to.
+    """The shape of a selector's folder, and the fingerprint of its model.
 
     Raises
     ------
@@ -216,7 +217,7 @@ def _described(path: Path, changed: Stamp) -> tuple[Shape, ModelFingerprint]:
 
 
 def selector_folder(family: ModelFacts) -> str:
-    """The folder of the selector that lies beside a model's weights; empty if there is none."""
+    """The folder ``selector`` beside a model's weights; empty if there is none."""
     name = getattr(getattr(getattr(family, "model", None), "config", None), "_name_or_path", "")
     folder = Path(str(name)) / FOLDER
     return str(folder) if name and (folder / CONFIG).is_file() else ""
@@ -290,7 +291,7 @@ def _same(values: list[float], others: list[float]) -> bool:
 
 
 def _width(family: ModelFacts) -> int:
-    """Of what enters the language model."""
+    """Width of the language model."""
     return int(family.model.config.get_text_config().hidden_size)
 
 
@@ -298,7 +299,7 @@ def _width(family: ModelFacts) -> int:
 
 
 class _Block(nn.Module):
-    """What the question says about a token, what the other tokens are, and an MLP, each added to what was known."""
+    """Pre-norm block: attention to the question, attention to the other tokens, MLP."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -319,7 +320,7 @@ class _Block(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Multi-head attention of ``x [N, n, w]`` to those of ``others [N, m, w]`` that are ``there [N, m]``."""
+    """Multi-head attention of ``x [N, n, w]`` to ``others [N, m, w]`` where ``there [N, m]``."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Check the files of a selector before anything is built from them: the folder may come from a stranger."""
+"""Validate the files of a selector before anything is built from them; they may be hostile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refusal(path: Path, why: str) -> MmaccelError:
 
 
 def stamp(path: Path) -> Stamp:
-    """What changes when a file is written: time, size, place on the disk.
+    """Time, size and inode of a file, which change when it is written.
 
     Raises
     ------
@@ -50,8 +50,8 @@ def stamp(path: Path) -> Stamp:
 
 
 def read_config(path: Path, shape: Collection[str], values: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of ``selector.json``: the fields ``shape``, by name, whose values are not looked at, and of the model that the selector
-    belongs to ``family`` (a name), ``width`` (a positive integer) and ``weights`` (of each named tensor so many ``values``).
+    """Read ``selector.json``: the fields ``shape`` by name, unchecked, and of its model ``family`` (a name), ``width``
+    (a positive integer) and ``weights`` (``values`` numbers of each named tensor).
 
     Raises
     ------
@@ -86,7 +86,7 @@ def read_config(path: Path, shape: Collection[str], values: int) -> tuple[dict[s
 
 
 def read_weights(path: Path, expected: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The float32 tensors of ``selector.safetensors``, on the CPU: those of ``expected``, which has the shape of each.
+    """Read the float32 tensors of ``selector.safetensors`` onto the CPU; ``expected`` has the shape of each.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Policies that drop nothing: every decode step chooses, layer by layer, which visual keys its attention reads."""
+"""Base of sparse reading: nothing is dropped, and every decode step chooses in each layer which visual keys to read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REDUCE = ("max", "mean")
 
 @dataclass(frozen=True)
 class KeyUnits:
-    """The visual keys of one layer in units of ``page`` consecutive ones, which a step reads as a whole or not at all.
+    """Visual keys of one layer in units of ``page`` consecutive keys; a step reads a unit as a whole or not at all.
 
     keys : ``[B, Hkv, P, page, D]``, by place; meaningless where there is none.
     there : ``[B, 1 or Hkv, P, page]`` bool; a short last page ends in False, and so do rows and heads that store fewer.
@@ -35,7 +35,7 @@ class KeyUnits:
 
 @dataclass(frozen=True)
 class Observed:
-    """What a layer was asked at the end of a prompt.
+    """Queries of a layer at the end of a prompt, and its units.
 
     queries : ``[B, Hq, W, D]``, the last ``W = min(window, new tokens)``, post-RoPE. seen : ``[B, W]`` bool, those that are no
         padding.
@@ -52,7 +52,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class ReadStep:
-    """What a step chooses from in one layer. All queries and keys are post-RoPE.
+    """Input of one decode step in one layer. All queries and keys are post-RoPE.
 
     query : ``[B, Hq, D]``, of the new token.
     keys : ``[B, Hkv, K, D]``, all that are stored, in any order.

@@ -1,4 +1,4 @@
-"""Methods that reduce visual tokens, before the language model or inside it: what they are given, and what they return."""
+"""Base of methods that reduce visual tokens, and their input."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class TokenBatch:
 
 
 class TokenMethod(Method):
-    """A method at site ``projector`` or ``layers``: it is given units of visual tokens and returns a reduction."""
+    """A method at site ``projector`` or ``layers``: it gets units of visual tokens and returns a reduction."""
 
     #: what is one unit. ``segment``: an image, its stitched tiles, a clip, or a frame that the prompt separates from its clip;
     #: ``tile``: each stitched tile by itself; ``picture``: all tokens of an image or clip
@@ -119,8 +119,8 @@ class TokenMethod(Method):
 
     @property
     def foreseen(self) -> Foreseen:
-        """What is known of the number of tokens that stay before the tokens are: it is the ``budget``; it follows from budget
-        and ``grid`` and the features play no part in it; the budget is its ``limit``; or ``nothing``."""
+        """What determines the number of kept tokens in advance: the ``budget``; budget and ``grid`` without the
+        features; a ``limit``; or ``nothing``."""
         known: dict[str, Foreseen] = {"exact": "budget", "at_most": "limit"}
         return known.get(self.budget, "nothing")
 
@@ -136,7 +136,7 @@ class TokenMethod(Method):
         return {}
 
     def remark(self, tokens: TokenBatch) -> str:
-        """What the notes of the statistics are to say of a call; mostly nothing."""
+        """A note about this call for the statistics; mostly empty."""
         return ""
 
     @abstractmethod

@@ -312,23 +312,7 @@ class Recipe:
             If it is no JSON object, a field is unknown or of the wrong type, a method does not exist, or no stage is given and
             it is not ``none``.
         """
-        try:
-            data = json.loads(text, parse_int=short_int)
-        except TypeError as error:
-            raise MmaccelError(f"The recipe must be JSON text, not {type(text).__name__}; give a string.") from error
-        except (ValueError, RecursionError) as error:
-            raise MmaccelError(f"The recipe is not valid JSON: {no_json(error)}.") from error
-        kind = TunedRecipe if isinstance(data, dict) and "tuned" in data else Recipe
-        data = _fields(data, kind, "recipe")
-        stages = [Stage(**_fields(item, Stage, "stage")) for item in data.get("stages", [])]
-        recipe = kind(**{**data, "stages": tuple(stages)})
-        if not stages and recipe.name != "none":
-            raise MmaccelError(
-                f"Recipe {recipe.name!r:.40} has no stages and would change nothing; give at least one stage, or use the "
-                "recipe 'none' for the bare model."
-            )
-        recipe.build()
-        return recipe
+        return _from_json(text)
 
     def describe(self) -> str:
         """The recipe in words, a line per stage."""
@@ -416,6 +400,26 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is float or hint is int:
         return isinstance(value, (int, hint)) and not isinstance(value, bool)
     return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def _from_json(text: Any) -> Recipe:
+    try:
+        data = json.loads(text, parse_int=short_int)
+    except TypeError as error:
+        raise MmaccelError(f"The recipe must be JSON text, not {type(text).__name__}; give a string.") from error
+    except (ValueError, RecursionError) as error:
+        raise MmaccelError(f"The recipe is not valid JSON: {no_json(error)}.") from error
+    kind = TunedRecipe if isinstance(data, dict) and "tuned" in data else Recipe
+    data = _fields(data, kind, "recipe")
+    stages = [Stage(**_fields(item, Stage, "stage")) for item in data.get("stages", [])]
+    recipe = kind(**{**data, "stages": tuple(stages)})
+    if not stages and recipe.name != "none":
+        raise MmaccelError(
+            f"Recipe {recipe.name!r:.40} has no stages and would change nothing; give at least one stage, or use the recipe "
+            "'none' for the bare model."
+        )
+    recipe.build()
+    return recipe
 
 
 #: JSON types of the fields of recipes and stages that have no check of their own

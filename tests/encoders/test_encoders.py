@@ -357,14 +357,14 @@ def test_evit_needs_a_cls_token(name: str) -> None:
 
 
 def test_what_is_no_encoder_is_refused() -> None:
-    refused(lambda: accelerate_encoder(nn.Linear(2, 2), "tome"), "Linear is no image encoder that mmaccel knows")
+    refused(lambda: accelerate_encoder(nn.Linear(2, 2), "tome"), "Linear is not a supported image encoder")
     refused(lambda: accelerate_encoder(model("llava"), "tome"), "accelerate it with accelerate_vlm")
     timm = nn.Module()
     timm.visual = nn.Module()
     timm.visual.trunk = nn.Linear(2, 2)
     refused(lambda: accelerate_encoder(timm, "tome"), "timm.*load SigLIP with transformers")
     text = transformers.CLIPTextModel(transformers.CLIPTextConfig(**TEXT))
-    refused(lambda: accelerate_encoder(text, "tome"), "CLIPTextModel is no image encoder")
+    refused(lambda: accelerate_encoder(text, "tome"), "CLIPTextModel is not a supported image encoder")
 
 
 def test_recipes_of_other_sites_are_refused() -> None:
