@@ -1,10 +1,10 @@
-"""Show the demo in a browser: what a model looks at, what a recipe drops, and what that costs.
+"""Show the demo in a browser: what a model looks at, what a recipe drops, and what that changes.
 
-Open the address that is printed, choose an example and press Ask: a question about a picture or a clip is answered in full and
+Open the printed address, choose an example and press Ask: a question about a picture or a clip is answered in full and
 accelerated, side by side. Ctrl-C ends the demo. Without --model the small models that come with mmaccel are shown, offline.
-Visitors can send files and recipes, and cannot name files or models of this machine; what they send lies in a temporary folder
-that is removed in the end, and a question may take no longer than --time-limit. Of a machine without a screen, run ssh -L
-7860:127.0.0.1:7860 MACHINE, and open the address at home.
+Visitors can send files and recipes, but cannot name files or models of this machine; uploads are in a temporary folder that is
+removed in the end, and a question may take no longer than --time-limit. On a remote machine, forward the port with ssh -L
+7860:127.0.0.1:7860 MACHINE and open the address locally.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ examples:
 
 @dataclass(frozen=True)
 class Serving(ModelOptions):
-    """What is shown, and to whom."""
+    """The model, and access to the demo."""
 
     host: Annotated[
         str | None,
@@ -42,7 +42,7 @@ class Serving(ModelOptions):
         int | None, typer.Option(metavar="PORT", help="Port to listen on.  [default: the first free one from 7860]")
     ] = None
     allow_host: AllowHost = None
-    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="That the model works for one question.")] = 120.0
+    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of the model for one question.")] = 120.0
     several: Several = 1
     share: Annotated[bool, typer.Option("--share", help="Also make a public address, over Gradio's servers.")] = False
 

@@ -1,10 +1,10 @@
-"""Serve a model with any recipe to OpenAI's clients: chat completions with pictures and clips.
+"""Serve a model with any recipe through OpenAI's chat completions API, with pictures and clips.
 
-Point a client at the address that is printed, with /v1 behind it. Every recipe can be served, those of the KV cache too. One
-request has a budget of its own by the field "mmaccel": {"retain": 0.1}, or runs bare with "mmaccel": false. Pictures and clips
-come as data: addresses; files and other hosts only where --allow-files and --allow-urls say so. One request is answered after
-the other (see --several), others wait, and whoever finds the queue full is told when to come again. /metrics is for Prometheus.
-Ctrl-C ends the server when the answers that are being written have ended.
+Point a client at the printed address with /v1 appended. Every recipe can be served, those of the KV cache too. A request can
+set its own budget with the field "mmaccel": {"retain": 0.1}, or run bare with "mmaccel": false. Pictures and clips come as
+data: addresses; files and other hosts only where --allow-files and --allow-urls allow them. Requests are answered one by one
+(see --several) while others wait; when the queue is full, clients are told when to try again. /metrics is for Prometheus.
+Ctrl-C ends the server after the current answers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NEEDS = ("httpx", "prometheus_client", "pydantic", "starlette", "uvicorn")
 
 @dataclass(frozen=True)
 class Serving:
-    """To whom, and how much of it."""
+    """Access and limits."""
 
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[
@@ -48,26 +48,26 @@ class Serving:
     allow_host: AllowHost = None
     api_key: Annotated[
         str | None,
-        typer.Option(metavar="KEY", help="What clients must send as their API key.  [default: none is needed]"),
+        typer.Option(metavar="KEY", help="The API key that clients must send.  [default: none]"),
     ] = None
     allow_urls: Annotated[
         list[str] | None,
         typer.Option(
             metavar="HOST",
-            help="A host, or HOST:PORT, from which pictures and clips may be loaded. Can be repeated.  [default: none]",
+            help="A host, or HOST:PORT, that media may be loaded from. Can be repeated.  [default: none]",
         ),
     ] = None
     allow_files: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FOLDER",
-            help="A folder below which clients may name files, as file:///.... Can be repeated.  [default: none]",
+            help="A folder with files that requests may name, as file:///.... Can be repeated.  [default: none]",
         ),
     ] = None
     several: Several = 1
     queue: Annotated[int, typer.Option(min=0, metavar="N", help="Requests that may wait.")] = 16
     time_limit: Annotated[
-        float, typer.Option(min=0.001, metavar="SECONDS", help="That the model works for one request.")
+        float, typer.Option(min=0.001, metavar="SECONDS", help="Limit of the model for one request.")
     ] = 300.0
 
 
@@ -91,7 +91,7 @@ def run(
 
     sources = Sources(serving.allow_urls or (), serving.allow_files or ())
     recipe = how.chosen()
-    # what is wrong with the address is said before a model is loaded
+    # the address is checked before a model is loaded
     with server.bind(serving.host, serving.port) as bound:
         here = server.is_here(bound)
         if not here and serving.api_key is None:
@@ -112,14 +112,14 @@ def run(
                 sources=sources,
                 limits=Limits(serving.time_limit, frames, max_new_tokens),
             )
-        # a page that somebody has open here could reach what is only for this machine; elsewhere names are not known
+        # pages in a browser on this machine must not reach a local server under their own names
         allowed = [serving.host, *(serving.allow_host or ())] if here or serving.allow_host else None
         running = server.make_server(scheduler, name, key=serving.api_key, allowed=allowed)
         bound.listen()
         told = {"address": f"{server.address_of(bound)}/v1", "model": name, "recipe": recipe.name}
         if path is not None:
             write_json(path, told)
-        # in one line, for a program that waits for it
+        # one line, which programs wait for
         line = "{model} with recipe {recipe} is served at {address}".format(**told)
         print(json.dumps(told) if output == STDOUT else line, flush=True)
         server.run(running, bound)
@@ -127,6 +127,6 @@ def run(
 
 
 def _name(which: ModelOptions) -> str:
-    """How clients ask for the model: as the hub does, and of a folder the last part, since the rest is nobody's business."""
+    """The name of the model in requests: its hub id, or the last part of its folder."""
     name = which.model or str(shipped())
     return Path(name).resolve().name if Path(name).is_dir() else name

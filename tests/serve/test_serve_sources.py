@@ -26,7 +26,7 @@ from mmaccel.programs.model_lock import Stopped
 from mmaccel.programs.serve import sources
 from mmaccel.programs.serve.sources import Sources
 
-NO = "no file in a folder that this server allows"
+NO = "is not a file in a folder that this server allows"
 
 
 def fetch(allowed, url, into, seconds=20.0):
@@ -87,15 +87,15 @@ def test_other_ways_to_name_files(tree):
         with pytest.raises(MmaccelError, match=NO):
             fetch(allowed, url, tree)
     for url in (f"{tree}/allowed/one.png", "allowed/one.png", "", "gopher://x", "//x", "data"):
-        with pytest.raises(MmaccelError, match="no address of a picture or clip"):
+        with pytest.raises(MmaccelError, match="address of a picture or clip must be"):
             fetch(allowed, url, tree)
 
 
 def test_what_is_allowed_is_checked_at_the_start(tmp_path):
-    with pytest.raises(MmaccelError, match="--allow-files .* is no folder"):
+    with pytest.raises(MmaccelError, match="--allow-files must be an existing folder"):
         Sources(folders=[tmp_path / "none"])
     for host in ("", "http://x", "x/y", "*", "a@b"):
-        with pytest.raises(MmaccelError, match="--allow-urls .* is no host"):
+        with pytest.raises(MmaccelError, match="--allow-urls must be a host"):
             Sources(hosts=[host])
 
 
@@ -157,7 +157,7 @@ def test_hosts_by_name(webs, tmp_path):
         "https:///x",
         "http://x:99999/",
     ):
-        with pytest.raises(MmaccelError, match="not on a host that this server loads from|is no address"):
+        with pytest.raises(MmaccelError, match="not on a host that this server loads from|is not a valid address"):
             fetch(allowed, url, tmp_path)
     assert not other.asked
 
@@ -167,7 +167,7 @@ def test_hosts_by_name(webs, tmp_path):
     [
         ("/away", "not on a host that this server loads from"),
         ("/local", "not on a host that this server loads from"),
-        ("/round", "leads elsewhere again and again"),
+        ("/round", "has too many redirects"),
         ("/gone", "status 404"),
     ],
 )
@@ -281,7 +281,7 @@ def test_ways_to_write_base64(tmp_path, monkeypatch, url, piece):
 @pytest.mark.parametrize("piece", [sources._PIECE, 4])
 def test_what_is_no_base64(tmp_path, monkeypatch, content, piece):
     monkeypatch.setattr(sources, "_PIECE", piece)
-    with pytest.raises(MmaccelError, match="no valid base 64"):
+    with pytest.raises(MmaccelError, match="not valid base 64"):
         fetch(Sources(), f"data:image/png;base64,{content}", tmp_path)
 
 
@@ -314,9 +314,9 @@ def test_frames_in_an_address(serve, tmp_path):
     (tmp_path / "none.jpg").write_bytes(b"GIF89a")
     for url, said in (
         (frames(*paths, tmp_path / "small.jpg"), "differ in size"),
-        (frames(*paths, tmp_path / "none.jpg"), "Frame 12 of the clip is no JPEG"),
-        (frames(*paths) + ",", "Frame 12 of the clip is no JPEG"),
-        ("data:video/jpeg;base64,", "Frame 0 of the clip is no JPEG"),
+        (frames(*paths, tmp_path / "none.jpg"), "Frame 12 of the clip is not a JPEG"),
+        (frames(*paths) + ",", "Frame 12 of the clip is not a JPEG"),
+        ("data:video/jpeg;base64,", "Frame 0 of the clip is not a JPEG"),
         ("data:video/jpeg;base64," + "," * 2000, "more than 1024 frames"),
     ):
         answer = served.http.post(

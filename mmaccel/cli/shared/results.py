@@ -1,7 +1,7 @@
-"""The results of ``eval`` and ``compare`` on the disk: a report that is written whole, and a journal while a run goes on.
+"""Results of ``eval`` and ``compare``: a report that is written whole, and a journal during a run.
 
-The journal lies beside the report, as ``NAME.journal``, and is gone when the report is written. It gets one line when a batch
-is done, so that whatever ends a run loses no more than the batch that it was at.
+The journal ``NAME.journal`` next to the report has a line for every finished batch, so that an interrupted run loses only the
+current batch. It is removed when the report is written.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .text import write_json
 if TYPE_CHECKING:
     from ...programs.evaluate import Answer, Row
 
-#: questions that differ of which a message names no more
+#: changed questions that a message names at most
 _NAMED = 3
 
 
 class Results:
-    """What is known of rows so far, and where it is kept.
+    """Results in a file that no other run can write to.
 
-    While it is open no other run writes to the file. Rows of an earlier run are taken over where settings, questions and the
-    recipe (:func:`mmaccel.programs.identity.recipe_parts`) are the same.
+    Rows of an earlier run are taken over if settings, questions and recipe (:func:`mmaccel.programs.identity.recipe_parts`) are
+    the same.
 
     Raises MmaccelError if the file holds something else or results of other settings, cannot be written, or another run
     writes to it.
@@ -47,14 +47,14 @@ class Results:
     ) -> None:
         self.path, self.answers = path, answers
         self.settings, self.questions = plain(settings), [list(pair) for pair in questions]
-        #: of every row by its title, the answers that the report shows
+        #: answers for the report, by title of the row
         self.said: dict[str, list[dict[str, Any]]] = {}
         self.left_out: list[str] = []
-        #: rows of an earlier run that nobody asked for this time
+        #: rows of an earlier run that are not in this run
         self.others: list[dict[str, Any]] = []
         self._lines: list[dict[str, Any]] = []
         self._held = contextlib.ExitStack()
-        #: of the journal, and how much of it is whole
+        #: descriptor and valid length of the journal
         self._file, self._end = -1, 0
         if path is None:
             return
@@ -67,9 +67,9 @@ class Results:
             self.close()
             raise
 
-    # --- what an earlier run has left -------------------------------------------------------------------------
+    # --- resuming -------------------------------------------------------------------------
     def _read_report(self, path: Path) -> bool:
-        """Take rows from the report; False if its questions are others."""
+        """Read rows from the report; returns False if its questions differ."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             before, questions, self.others = dict(found["settings"]), list(found["asked"]), list(found["rows"])
@@ -85,7 +85,7 @@ class Results:
         return self._same(questions, path)
 
     def _read_journal(self) -> None:
-        """Take batches from the journal, up to a line that is torn."""
+        """Read batches from the journal, up to an incomplete line."""
         whole, end = [], 0
         for line in self.journal.read_bytes().splitlines(keepends=True):
             try:
@@ -109,7 +109,7 @@ class Results:
                     self._lines.append({key: record[key] for key in ("row", "batch", "answers", "failed")})
         except (KeyError, TypeError) as error:
             raise MmaccelError(
-                f"{str(self.journal)!r} is no journal of this command; delete it, and what it knew is run again."
+                f"{str(self.journal)!r} is not a journal of this command; delete it to run its questions again."
             ) from error
         self._end = end
 
@@ -121,23 +121,21 @@ class Results:
             )
 
     def _same(self, before: list[Any], path: Path) -> bool:
-        """Whether an earlier run asked the same questions; if not, all it found is left."""
+        """Whether an earlier run asked the same questions; if not, its results are discarded."""
         if before == self.questions:
             return True
         known = {str(identity) for _, identity in before}
         new = [label for label, identity in self.questions if identity not in known]
-        what = (
-            f"{len(new)} of {len(self.questions)} questions differ from those in {path}"
-            if new
-            else (f"the questions in {path} were others, or in another order")
-        )
+        what = f"the questions in {path} differ, or have another order"
+        if new:
+            what = f"{len(new)} of {len(self.questions)} questions differ from those in {path}"
         named = f" ({'; '.join(new[:_NAMED])}{'; ...' if len(new) > _NAMED else ''})" if new else ""
         print(f"Nothing is taken over: {what}{named}.", file=sys.stderr)
         self.others, self.left_out, self._lines = [], [], []
         return False
 
     def take_over(self, rows: list[Row]) -> None:
-        """Fill rows from an earlier run, and say which are taken over and why others are not."""
+        """Fill rows from an earlier run; prints which ones, and why not the others."""
         from ...programs.evaluate import Answer
 
         whole: list[str] = []
@@ -147,7 +145,7 @@ class Results:
             if mine is None:
                 self._explain(row)
             elif self.answers and "answers" not in mine:
-                print(f"{row.title} is run again: the file holds figures of it and no answers.", file=sys.stderr)
+                print(f"{row.title} is run again: the file has no answers of it.", file=sys.stderr)
                 self.others.remove(mine)
             else:
                 self.others.remove(mine)
@@ -162,10 +160,11 @@ class Results:
             if row.batches:
                 done = row.asked + len(self.left_out) >= len(self.questions)
                 (whole if done else part).append(row.title if done else f"{row.title} ({row.asked} answers)")
-        told = [f"{len(whole)} of {len(rows)} recipes are taken over from {self.path}: {', '.join(whole)}"] * bool(
-            whole
-        )
-        told += [f"begun in {self.path}: {', '.join(part)}"] * bool(part)
+        told = []
+        if whole:
+            told.append(f"{len(whole)} of {len(rows)} recipes are taken over from {self.path}: {', '.join(whole)}")
+        if part:
+            told.append(f"begun in {self.path}: {', '.join(part)}")
         if told:
             print("; ".join(told), file=sys.stderr)
 
@@ -181,7 +180,7 @@ class Results:
 
     # --- writing ----------------------------------------------------------------------------------------------
     def begin(self) -> None:
-        """Open the journal, behind what it knows that is of use."""
+        """Open the journal after its valid lines."""
         if self.path is None:
             return
         try:
@@ -193,13 +192,13 @@ class Results:
             self._append({"settings": self.settings, "asked": self.questions})
 
     def add(self, row: Row, answers: list[Answer], failed: list[dict[str, str]]) -> None:
-        """Note a batch of a row, which counts it already; when this returns, it is on the disk."""
+        """Append a batch that the row contains already; when this returns, it is on the disk."""
         self.say(row, answers)
         told = [dataclasses.asdict(one) for one in answers]
         self._append({"row": row.identity, "batch": row.batches - 1, "answers": told, "failed": failed})
 
     def leave_out(self, told: str) -> None:
-        """Note a question that no recipe is asked."""
+        """Append a question that is left out for all recipes."""
         if told not in self.left_out:
             self.left_out.append(told)
             self._append({"left_out": told})
@@ -227,7 +226,7 @@ class Results:
         )
 
     def save(self, report: Mapping[str, Any]) -> None:
-        """Write the report, whole or not at all; then the journal is empty."""
+        """Write the report, whole or not at all, and remove the journal."""
         if self.path is None:
             return
         try:

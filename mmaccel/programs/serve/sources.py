@@ -1,4 +1,4 @@
-"""Where the pictures and clips of a request may come from, and getting them: data addresses, and what the server allows."""
+"""Media of a request: ``data:`` addresses, and files and hosts that the server allows."""
 
 from __future__ import annotations
 
@@ -17,35 +17,25 @@ from ...errors import MmaccelError
 from ...media import untrusted
 from ..model_lock import Stopped
 
-#: seconds between two pieces of what is loaded, and how often an address may lead elsewhere
+#: seconds between two pieces of a download, and redirects
 PAUSE, HOPS = 10.0, 3
 #: frames of a clip that is sent as pictures
 FRAMES = 1024
-#: seconds between two looks at whether anybody still wants what is loaded
+#: seconds between two checks whether the client has left
 _LOOK = 0.1
-#: characters in which a data: address says what it is
+#: characters of the media type of a data: address
 _ABOUT = 200
-#: bytes of base 64 that are decoded at once: the lock of the interpreter is held as long
+#: bytes of base 64 that are decoded at once, which holds the interpreter lock
 _PIECE = 1 << 20
-#: the other alphabet of base 64, and blanks and line breaks, which are left out
+#: the URL-safe alphabet of base 64, and white space, which is ignored
 _ALPHABET, _BLANKS = bytes.maketrans(b"-_", b"+/"), b" \t\r\n\v\f"
-#: the characters of base 64 that may be written with a percent sign, which is no other escape
-_PERCENT = {
-    "%2B": "+",
-    "%2b": "+",
-    "%2F": "/",
-    "%2f": "/",
-    "%3D": "=",
-    "%3d": "=",
-    "%0D": "",
-    "%0d": "",
-    "%0A": "",
-    "%0a": "",
-}
+#: percent escapes of characters of base 64
+_PERCENT = {"%2B": "+", "%2F": "/", "%3D": "=", "%0D": "", "%0A": ""}
+_PERCENT |= {escape.lower(): meant for escape, meant in _PERCENT.items()}
 
 
 class Sources:
-    """What clients may name. Raises MmaccelError if a folder does not exist, or a host is none.
+    """Hosts and folders that requests may load media from. Raises MmaccelError if a folder does not exist, or a host is none.
 
     hosts : ``HOST``, for the usual ports, or ``HOST:PORT``.
     folders : below which files may lie, links followed.
@@ -54,22 +44,20 @@ class Sources:
     def __init__(self, hosts: Sequence[str] = (), folders: Sequence[str | Path] = ()) -> None:
         for folder in folders:
             if not Path(folder).is_dir():
-                raise MmaccelError(f"--allow-files {str(folder)!r} is no folder that exists.")
+                raise MmaccelError(f"--allow-files must be an existing folder, got {str(folder)!r}.")
         for host in hosts:
             if not host or set(host) & set("/*@? "):
-                raise MmaccelError(f"--allow-urls {host!r} is no host; give a name such as images.example.com.")
+                raise MmaccelError(f"--allow-urls must be a host such as images.example.com, got {host!r}.")
         self.hosts = frozenset(host.lower() for host in hosts)
         self.folders = tuple(Path(folder).resolve() for folder in folders)
 
     def fetch(self, url: str, into: Path, end: float, stop: threading.Event | None = None) -> Path:
-        """The file of an address: itself if it lies here, else below the folder ``into``; until ``end`` of the monotonic clock.
+        """The file of an address: itself if it is on this machine, else a copy in the folder ``into``, before ``end`` of the
+        monotonic clock. The frames of a ``data:video/jpeg`` address are a folder.
 
-        The frames of a ``data:video/jpeg`` address are a folder.
-
-        Raises Stopped if ``stop`` is set while it is loaded. Raises MmaccelError if it may not be named, is not there, is
-        larger than is taken, or takes too long.
+        Raises Stopped if ``stop`` is set meanwhile, MmaccelError if the address is not allowed, does not exist, is too large,
+        or takes too long.
         """
-        # with its colon
         scheme = url[: url.find(":") + 1].lower() if ":" in url[:8] else ""
         if scheme == "data:":
             return _data(url, into)
@@ -78,17 +66,17 @@ class Sources:
         if scheme in ("http:", "https:"):
             return self._load(url, into, end, stop or threading.Event())
         raise MmaccelError(
-            f"{_short(url)!r} is no address of a picture or clip; give a data: address in base 64, file: or http(s):."
+            f"The address of a picture or clip must be data: in base 64, file: or http(s):, got {_short(url)!r}."
         )
 
     def _file(self, url: str) -> Path:
         if not self.folders:
-            raise MmaccelError("Files cannot be named on this server, which was started without --allow-files FOLDER.")
-        # one sentence for all that is not to be had: it is nobody's business which other files there are
-        no = MmaccelError(f"{_short(url)!r} is no file in a folder that this server allows.")
+            raise MmaccelError("This server reads no files; start it with --allow-files FOLDER to allow them.")
+        # the same sentence whether a file exists or not
+        no = MmaccelError(f"{_short(url)!r} is not a file in a folder that this server allows.")
         try:
             split = urlsplit(url)
-            # links are followed before it is asked where the file lies
+            # links are followed first
             path = Path(unquote(split.path, errors="strict")).resolve(strict=True)
             inside = any(path.is_relative_to(folder) for folder in self.folders)
             if split.netloc not in ("", "localhost") or not inside or not path.is_file():
@@ -104,11 +92,11 @@ class Sources:
         try:
             return loop.run_until_complete(self._within(url, into, end, stop))
         finally:
-            # does not wait for a name that is still looked up
+            # without waiting for name resolution
             loop.close()
 
     async def _within(self, url: str, into: Path, end: float, stop: threading.Event) -> Path:
-        """Until ``end``, also where a host sends its headers a byte at a time, and while the file is wanted."""
+        """Download until ``end`` or ``stop``, however slowly a host sends."""
         loading = asyncio.ensure_future(self._follow(url, into))
         try:
             while not loading.done():
@@ -122,7 +110,6 @@ class Sources:
             loading.cancel()
             await asyncio.wait({loading}, timeout=_LOOK)
             if loading.done() and not loading.cancelled():
-                # has been raised above, or nobody wants it
                 loading.exception()
 
     async def _follow(self, url: str, into: Path) -> Path:
@@ -131,20 +118,20 @@ class Sources:
             try:
                 where = httpx.URL(url)
                 for _ in range(HOPS + 1):
-                    # every step of a way that leads elsewhere
+                    # every redirect
                     self._check_host(where)
                     async with client.stream("GET", where, headers={"accept-encoding": "identity"}) as answer:
                         if not answer.is_redirect:
                             return await _loaded(answer, where, into)
                         where = where.join(answer.headers.get("location", ""))
             except httpx.InvalidURL:
-                raise MmaccelError(f"{_short(url)!r} is no address, or leads to none.") from None
+                raise MmaccelError(f"{_short(url)!r} is not a valid address, or redirects to an invalid one.") from None
             except httpx.HTTPError as error:
                 raise MmaccelError(f"{_short(url)!r} cannot be loaded ({type(error).__name__}).") from None
-        raise MmaccelError(f"{_short(url)!r} leads elsewhere again and again; give the address where the file is.")
+        raise MmaccelError(f"{_short(url)!r} has too many redirects; give the address of the file itself.")
 
     def _check_host(self, url: httpx.URL) -> None:
-        """As the program that connects reads the address, so that no other reading of it is let in."""
+        """Raise MmaccelError if the host, as httpx parses it, is not allowed."""
         usual = {"http": 80, "https": 443}.get(url.scheme)
         port = url.port or usual
         allowed = f"{url.host}:{port}" in self.hosts or (port == usual and url.host in self.hosts)
@@ -167,7 +154,7 @@ def _data(url: str, into: Path) -> Path:
     if kind != "video/jpeg":
         _decode(content, path, untrusted.UPLOAD)
         return path
-    # how clients of vLLM send frames
+    # frames as clients of vLLM send them
     if content.count(",") >= FRAMES:
         raise MmaccelError(f"The clip has more than {FRAMES} frames; send fewer.")
     path.mkdir()
@@ -178,24 +165,24 @@ def _data(url: str, into: Path) -> Path:
         with file.open("rb") as picture:
             if picture.read(2) != b"\xff\xd8":
                 raise MmaccelError(
-                    f"Frame {number} of the clip is no JPEG; send JPEGs in base 64 with commas between them."
+                    f"Frame {number} of the clip is not a JPEG; send JPEGs in base 64 with commas between them."
                 )
     return path
 
 
 def _decode(content: str, path: Path, most: int) -> int:
-    """Write the bytes of base 64 to a file; how many they are."""
+    """Write the bytes of base 64 to a file; returns their number."""
     size, kept, ended = 0, b"", False
     try:
         with path.open("wb") as file:
             for at in range(0, max(1, len(content)), _PIECE):
                 kept += content[at : at + _PIECE].encode("ascii").translate(_ALPHABET, _BLANKS)
                 if at + _PIECE >= len(content):
-                    # the urlsafe alphabet is often written without padding
+                    # URL-safe base 64 often has no padding
                     kept += b"=" * (-len(kept) % 4)
                 piece, kept = kept[: len(kept) & ~3], kept[len(kept) & ~3 :]
                 if (piece and ended) or piece.endswith(b"==="):
-                    raise ValueError("no end, or something behind it")
+                    raise ValueError("wrong padding")
                 size += file.write(binascii.a2b_base64(piece, strict_mode=True))
                 ended = ended or piece.endswith(b"=")
                 if size > most:
@@ -210,7 +197,7 @@ def _decode(content: str, path: Path, most: int) -> int:
 
 
 def _no_base64() -> MmaccelError:
-    return MmaccelError("The data: address is no valid base 64; encode the bytes of the file.")
+    return MmaccelError("The data: address is not valid base 64; encode the bytes of the file.")
 
 
 async def _loaded(answer: httpx.Response, url: httpx.URL, into: Path) -> Path:
@@ -219,7 +206,7 @@ async def _loaded(answer: httpx.Response, url: httpx.URL, into: Path) -> Path:
     path = into / str(len(os.listdir(into)))
     size = 0
     with path.open("wb") as file:
-        # as sent: what was packed would unpack to any size
+        # without decompression, which may yield any size
         async for piece in answer.aiter_raw():
             size += len(piece)
             if size > untrusted.UPLOAD:
