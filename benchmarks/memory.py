@@ -36,7 +36,7 @@ from mmaccel.core.budget import resolve
 from mmaccel.kv.budgets import pyramid
 from mmaccel.kv.cache import cache_bytes
 from mmaccel.kv.codecs.kivi import KIVI
-from mmaccel.kv.room import LEAST, SHARE
+from mmaccel.kv.growable import LEAST, SHARE
 
 RECIPES = ("none", "fastv", "snapkv", "pyramidkv", "kivi")
 

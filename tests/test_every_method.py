@@ -19,9 +19,9 @@ from torch import Tensor
 from mmaccel.core.budget import resolve
 from mmaccel.core.reduction import Reduction
 from mmaccel.frames.clip import FrameEncoder
-from mmaccel.kv.choose import choose, rank
 from mmaccel.kv.codecs.base import Codec
 from mmaccel.kv.codecs.fp8 import FP8
+from mmaccel.kv.select import choose, rank
 from mmaccel.method import (
     EncoderMethod,
     FramesMethod,

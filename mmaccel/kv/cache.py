@@ -28,9 +28,9 @@ from ..errors import UnsupportedError
 from .index import KeyIndex
 from .layer import bare_bytes as bare_token_bytes
 from .packed import QuantisedLayer
-from .pinned import Pinned, QuerySpec, Reader
 from .recurrent import RecurrentLayer, states_of
 from .shared import Shared
+from .static_view import QuerySpec, Reader, StaticView
 
 
 class CacheState:
@@ -73,24 +73,24 @@ class CacheState:
     def ahead(self, ahead: Tensor | None) -> None:
         self.shared.ahead = ahead
 
-    def settle(self, whole: bool) -> None:
+    def finalize(self, whole: bool) -> None:
         """The forward is over, as a ``whole`` or broken off."""
-        self.shared.settle(whole)
+        self.shared.finalize(whole)
 
     def pin(
         self,
         steps: int,
         query_spec: QuerySpec | None = None,
-        before: Pinned | None = None,
+        before: StaticView | None = None,
         readers: Mapping[int, Reader] | None = None,
-    ) -> Pinned:
+    ) -> StaticView:
         """Let nothing move for ``steps`` tokens to come, until :meth:`unpin`; in the tensors of what it was pinned to
-        ``before``, where they serve. For ``query_spec`` and ``readers`` see :class:`.pinned.Pinned`."""
+        ``before``, where they serve. For ``query_spec`` and ``readers`` see :class:`.static_view.StaticView`."""
         self.unpin()
         if self.offset is None:
             raise RuntimeError("a cache that holds no reduced prompt cannot be pinned")
         if before is None or self.shared.weights is not None or not before.again(self.offset, steps, query_spec):
-            before = Pinned(self.layers, self.offset, steps, query_spec, readers, self.shared.weights)
+            before = StaticView(self.layers, self.offset, steps, query_spec, readers, self.shared.weights)
         self.shared.pinned = before
         return before
 
@@ -144,7 +144,7 @@ def state_of(cache: Any) -> CacheState | None:
     return getattr(cache, "mmaccel", None)
 
 
-def pinned_of(kwargs: Mapping[str, Any]) -> Pinned | None:
+def pinned_of(kwargs: Mapping[str, Any]) -> StaticView | None:
     """What the cache among the arguments of a forward was pinned to, if it is."""
     state = state_of(cache_in(kwargs))
     return None if state is None else state.shared.pinned

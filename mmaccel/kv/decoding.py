@@ -9,7 +9,7 @@ from mmaccel_kernels.decode import MAX_QUERIES, Flat, decode_attention
 from mmaccel_kernels.launch import works
 from torch import Tensor
 
-from .incoming import Incoming
+from .forward_info import ForwardInfo
 
 if TYPE_CHECKING:
     from mmaccel_kernels.pages import Pages
@@ -56,7 +56,7 @@ def on_gpu(x: Tensor) -> bool:
     return works(x.device)
 
 
-def reads_as_stored(layer: Stored, incoming: Incoming, new: Tensor) -> bool:
+def reads_as_stored(layer: Stored, incoming: ForwardInfo, new: Tensor) -> bool:
     """Whether a layer is read as stored in this forward: on a GPU, when there are few new tokens, some keys are ragged or
     packed, and nothing but attention looks at the keys.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core import masks
-from .room import append, trimmed
+from .growable import append, trimmed
 
 
 def leftmost(there: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,12 +96,12 @@ class KeyIndex:
         """Whether heads have places of their own."""
         return self._index.dim() == 3
 
-    def _join(self, coming: int | None) -> None:
+    def _join(self, expected_new_tokens: int | None) -> None:
         """Put what is behind the tensor into it."""
         new = torch.cat(self._behind, dim=1) if len(self._behind) > 1 else self._behind[0]
         if self.of_heads:
             new = new[:, None].expand(-1, self._index.shape[1], -1)
-        self.index = append(self._index, new, -1, coming)
+        self.index = append(self._index, new, -1, expected_new_tokens)
 
     @property
     def by_head(self) -> Tensor:
@@ -129,10 +129,15 @@ class KeyIndex:
         return (self._sum + self._more * self._many) * (heads // self._own)
 
     def extend(
-        self, new: Tensor, padded: bool, upto: int, lengths: Tensor | None = None, coming: int | None = None
+        self,
+        new: Tensor,
+        padded: bool,
+        upto: int,
+        lengths: Tensor | None = None,
+        expected_new_tokens: int | None = None,
     ) -> None:
         """Append ``new [B, q]``, of which ``lengths [B]`` are keys; layers that share this index call it one after the other,
-        the first one counts. For ``coming`` see :func:`.room.append`."""
+        the first one counts. For ``expected_new_tokens`` see :func:`.growable.append`."""
         if self.upto >= upto:
             return
         if not self.known or (padded and lengths is None):
@@ -146,7 +151,7 @@ class KeyIndex:
         self._behind.append(new if same else new.to(self._index))
         self._coming += new.shape[1]
         if len(self._behind) == TOGETHER:
-            self._join(coming)
+            self._join(expected_new_tokens)
         self.padded |= padded
         self.upto, self._slots = upto, None
 
@@ -159,7 +164,7 @@ class KeyIndex:
         """Who may attend to what: ``[B, 1 or Hkv, q, K]`` bool, or None where plain causal attention says it all.
 
         ``queries [B, q]`` are the places of the queries, -1 for padding. For ``window`` see :meth:`windowed`.
-        Of ``together [B, seen]`` see :class:`mmaccel.kv.incoming.Phase`.
+        Of ``together [B, seen]`` see :class:`mmaccel.kv.forward_info.Phase`.
         """
         q = queries.shape[1]
         windowed = self.windowed(window)

@@ -15,10 +15,10 @@ from ..core.precision import in_attention_dtype
 from ..core.transformers_api import DynamicLayer
 from ..errors import MmaccelError
 from .decoding import reads_as_stored
-from .incoming import Incoming
+from .forward_info import ForwardInfo
+from .growable import append, trimmed
 from .index import KeyIndex, leftmost, to_device
 from .ragged import Ragged
-from .room import append, trimmed
 from .shared import Shared
 
 _BY_ROW = ("capacity", "received", "threshold")
@@ -172,7 +172,7 @@ class KeptKeys:
 class CompressedLayer(DynamicLayer):
     """One layer's keys and values: ``keys``/``values [B, Hkv, K, D]``, after head-wise eviction behind a ragged part.
 
-    Both have room for tokens to come behind them once one was added, see :func:`.room.append`.
+    Both have room for tokens to come behind them once one was added, see :func:`.growable.append`.
     Only :meth:`update`, :meth:`stored`, :meth:`evict`, :meth:`crop` and the selection of rows know how they are stored.
 
     Keys and values have one dtype, see :func:`mmaccel.core.precision.in_attention_dtype`.
@@ -244,7 +244,7 @@ class CompressedLayer(DynamicLayer):
         if self.shared.pinned is not None:
             return self.shared.pinned.layers[self.number].write(key_states, value_states)
         incoming, new = self.shared.incoming, key_states.shape[-2]
-        coming = None if incoming is None else incoming.coming
+        expected_new_tokens = None if incoming is None else incoming.expected_new_tokens
         self._note(incoming, key_states.shape[0], new, key_states.device)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -257,8 +257,8 @@ class CompressedLayer(DynamicLayer):
             self.keys, self.values = self.keys.to(dtype), self.values.to(dtype)
             if self.ragged is not None:
                 self.ragged = replace(self.ragged, keys=self.ragged.keys.to(dtype), values=self.ragged.values.to(dtype))
-        self.keys = append(self.keys, key_states, -2, coming)
-        self.values = append(self.values, value_states, -2, coming)
+        self.keys = append(self.keys, key_states, -2, expected_new_tokens)
+        self.values = append(self.values, value_states, -2, expected_new_tokens)
         if incoming is None:
             return self.stored()
         if reads_as_stored(self, incoming, key_states):
@@ -267,7 +267,7 @@ class CompressedLayer(DynamicLayer):
         sparse = incoming.sparse(self.number)
         return self.stored() if sparse is None else sparse.read(self.index, *self.stored())
 
-    def _note(self, incoming: Incoming | None, rows: int, new: int, device: torch.device) -> None:
+    def _note(self, incoming: ForwardInfo | None, rows: int, new: int, device: torch.device) -> None:
         """Note where ``new`` keys of every row came from; without a forward that says so they follow those seen."""
         if incoming is not None:
             phase = incoming.phase(self.number)
@@ -275,7 +275,7 @@ class CompressedLayer(DynamicLayer):
             if self.empty:
                 self.index = phase.shared_index(self.seen, device)
             else:
-                self.index.extend(phase.places, phase.padded, self.seen, phase.lengths, incoming.coming)
+                self.index.extend(phase.places, phase.padded, self.seen, phase.lengths, incoming.expected_new_tokens)
             return
         places = torch.arange(self.seen, self.seen + new, device=device).expand(rows, -1)
         self.seen += new

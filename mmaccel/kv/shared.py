@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import UnsupportedError
-from .incoming import Incoming
+from .forward_info import ForwardInfo
 from .index import KeyIndex, to_device
-from .pinned import Pinned
-from .returning import Returning
+from .reactivation import ReactivationMemory
 from .sparse import SparseMemory
+from .static_view import StaticView
 
 #: what is known of the first places, ``[B, n, ...]``; and of rows
 _BY_PLACE = ("grid_table", "visual", "weights", "ordinals")
@@ -47,7 +47,7 @@ class Shared:
     ordinals : ``[B, n]`` long, the number of each of the first ``n`` places among the tokens of its row; None where no forward
         had padding. Only where a policy counts tokens.
     sparse : what a recipe carries that reads other keys at every step.
-    returning : what a recipe carries whose dropped tokens may come back.
+    reactivation : what a recipe carries whose dropped tokens may come back.
     stream : all pictures are stretches of one clip, whose frames are counted on.
     first_pictures : of every row the place of its first visual token; empty where nobody said, and all rows count as such that
         have pictures.
@@ -61,16 +61,16 @@ class Shared:
     offset: Tensor | None = None
     ahead: Tensor | None = None
     axes_ahead: Tensor | None = None
-    incoming: Incoming | None = None
+    incoming: ForwardInfo | None = None
     grid_table: Tensor | None = None
     visual: Tensor | None = None
     weights: Tensor | None = None
     ordinals: Tensor | None = None
     sparse: SparseMemory | None = None
-    returning: Returning | None = None
+    reactivation: ReactivationMemory | None = None
     first_pictures: Sequence[int] = ()
     pack_at: Sequence[int] = ()
-    pinned: Pinned | None = None
+    pinned: StaticView | None = None
     stream: bool = False
     broken: bool = False
     windowed: bool = False
@@ -102,7 +102,7 @@ class Shared:
         if pinned is not None:
             pinned.release()
 
-    def settle(self, whole: bool) -> None:
+    def finalize(self, whole: bool) -> None:
         """The forward is over, as a ``whole`` or broken off: let go of it, and of the masks that were made for it."""
         self.incoming = None
         self.broken |= not whole
@@ -177,14 +177,14 @@ class Shared:
                 setattr(self, name, tensor[to_device(rows, tensor.device)])
         if self.sparse is not None:
             self.sparse.select(rows)
-        if self.returning is not None:
-            self.returning.select(rows)
+        if self.reactivation is not None:
+            self.reactivation.select(rows)
 
     def copy(self) -> Shared:
         """The same with indices of its own. Tensors are not copied, since what they show is never changed in place."""
         sparse = None if self.sparse is None else self.sparse.copy()
-        returning = None if self.returning is None else self.returning.copy()
-        return replace(self, indices=_clones(self.indices), sparse=sparse, returning=returning)
+        reactivation = None if self.reactivation is None else self.reactivation.copy()
+        return replace(self, indices=_clones(self.indices), sparse=sparse, reactivation=reactivation)
 
     def crop(self, seen: int) -> None:
         """A layer was cropped to ``seen`` tokens: what comes next takes the places of those that are gone, and is text."""
@@ -196,8 +196,8 @@ class Shared:
                 setattr(self, name, known[:, :seen])
         if self.sparse is not None:
             self.sparse = self.sparse.moved() if cut else replace(self.sparse, layers={})
-        if self.returning is not None:
-            self.returning.crop(seen)
+        if self.reactivation is not None:
+            self.reactivation.crop(seen)
 
     def rebase(self, seen: int) -> int:
         """Forget those of the ``seen`` places that no layer stores any more and count the others anew; returns how many these
@@ -221,14 +221,14 @@ class Shared:
                 setattr(self, name, known[:, held[: known.shape[1]].to(known.device)])
         if self.sparse is not None:
             self.sparse = self.sparse.moved()
-        if self.returning is not None:
-            self.returning.rename(new, held)
+        if self.reactivation is not None:
+            self.reactivation.rename(new, held)
         return left
 
     def reset(self) -> None:
         """Forget the prompt; indices are let go of by the layers."""
         self.offset = self.ahead = self.axes_ahead = self.grid_table = self.visual = self.weights = self.ordinals = None
-        self.sparse = self.returning = None
+        self.sparse = self.reactivation = None
         self.incoming, self.broken, self.first_pictures, self.pack_at = None, False, (), ()
 
     def tensors(self) -> Iterator[Tensor]:
@@ -238,8 +238,8 @@ class Shared:
         yield from (x for name in _BY_ROW if (x := getattr(self, name)) is not None)
         if self.sparse is not None:
             yield from self.sparse.tensors()
-        if self.returning is not None:
-            yield from self.returning.tensors()
+        if self.reactivation is not None:
+            yield from self.reactivation.tensors()
 
 
 def _clones(indices: list[KeyIndex | None]) -> list[KeyIndex | None]:

@@ -21,7 +21,7 @@ from mmaccel.core.layout import Layout, Segment, Tile
 from mmaccel.core.reduction import Reduction
 from mmaccel.core.stats import Stats
 from mmaccel.kv.cache import CacheState
-from mmaccel.kv.incoming import Incoming, Phase
+from mmaccel.kv.forward_info import ForwardInfo, Phase
 from mmaccel.method import DraftPolicy, LayerAttention, Method, Policy, registry
 from mmaccel.method.base import Variant
 from mmaccel.runtime.cache.eviction import EvictKeys
@@ -186,7 +186,7 @@ class CacheRun:
         """A forward of ``size`` new tokens."""
         seen = self.state.seen
         places = torch.arange(seen, seen + size).expand(rows, -1)
-        incoming = Incoming(seen, size, False, [(0, Phase(places, False, places - seen))])
+        incoming = ForwardInfo(seen, size, False, [(0, Phase(places, False, places - seen))])
         given = self.plan, Stats("conformance"), self.state, incoming, places.device
         if prompt:
             layout = self._layout(size, rows)

@@ -14,8 +14,8 @@ from tail import few
 from mmaccel.kv.codecs import Codec
 from mmaccel.kv.codecs.kivi import KIVI
 from mmaccel.kv.codecs.vidkv import VidKV
+from mmaccel.kv.layer_batch import InStep, LayerBatch
 from mmaccel.kv.packed import QuantisedLayer
-from mmaccel.kv.together import InStep, Together
 from mmaccel.runtime.cache.rules import CacheRules
 
 
@@ -190,7 +190,7 @@ def test_rows_may_have_no_page_at_all(codec: Codec) -> None:
 def evict(stage: Any, layer: Any, kept: torch.Tensor) -> None:
     """All but what is ``kept``, as a cache stage does it."""
     evicting = InStep()
-    evicting.begin(CacheRules.evicting(stage, Together([layer]), kept))
+    evicting.begin(CacheRules.evicting(stage, LayerBatch([layer]), kept))
     evicting.finish()
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 import mmaccel
 from mmaccel import MmaccelError, accelerated
 from mmaccel.kv import budgets
-from mmaccel.kv.choose import choose, protected, rank
 from mmaccel.kv.policies.a2sf import A2SF
 from mmaccel.kv.policies.criticalkv import CriticalKV
 from mmaccel.kv.policies.dycoke_cache import DyCokeCache
@@ -36,6 +35,7 @@ from mmaccel.kv.policies.tova import Tova
 from mmaccel.kv.policies.vatp import VATP
 from mmaccel.kv.policies.vl_cache import VLCache
 from mmaccel.kv.policies.windowkv import WindowKV
+from mmaccel.kv.select import choose, protected, rank
 from mmaccel.method import KeyBatch, Policy, ReadingPolicy
 
 pytestmark = pytest.mark.usefixtures("no_gradients")

@@ -20,8 +20,8 @@ from synthetic import attention_of, copied
 from torch import Tensor
 
 from mmaccel.families import family_of
-from mmaccel.kv.choose import choose, rank
 from mmaccel.kv.merge import merge
+from mmaccel.kv.select import choose, rank
 from mmaccel.method import (
     CHOICES,
     ChunkMethod,

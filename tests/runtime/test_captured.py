@@ -20,7 +20,7 @@ from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
 
 import mmaccel
 from mmaccel import Recipe, Stage, accelerated
-from mmaccel.kv import pinned
+from mmaccel.kv import static_view
 from mmaccel.method import results
 from mmaccel.runtime.graphs import captured, replay
 
@@ -401,7 +401,7 @@ def test_inductor_makes_the_same_tokens(family: str, recipe: str, kind: str) -> 
 @pytest.mark.parametrize("recipe", ["divprune", "adakv"])
 def test_a_cache_is_pinned_anew_when_it_is_full(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured, "CHUNK", 3)
-    monkeypatch.setattr(pinned, "ROUND", 2)
+    monkeypatch.setattr(static_view, "ROUND", 2)
     wanted, got, stats, _ = both("llava", recipe, "uneven", 12)
     agree(wanted, got)
     assert stats["captured_steps"] == 12 and counters["stats"]["unique_graphs"] <= 2
@@ -434,7 +434,7 @@ def test_a_conversation_goes_on_behind_captured_steps(recipe: str) -> None:
 
 def test_steps_are_recorded_anew_when_the_cache_is_pinned_anew(graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured, "CHUNK", 8)
-    monkeypatch.setattr(pinned, "ROUND", 2)
+    monkeypatch.setattr(static_view, "ROUND", 2)
     monkeypatch.setattr(replay, "LEAST", 4)
     wanted, got, stats, _ = both("llava", "divprune", "uneven", 24, "replay")
     agree(wanted, got)
@@ -445,30 +445,32 @@ def test_steps_are_recorded_anew_when_the_cache_is_pinned_anew(graphs: None, mon
 def test_what_does_not_repeat_is_not_replayed(graphs: None, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     """Steps that are right as they are, and recorded have a number of the host in them: where the next token goes, or where
     this one is written."""
-    made: list[pinned.Pinned] = []
-    make = pinned.Pinned.__init__
+    made: list[static_view.StaticView] = []
+    make = static_view.StaticView.__init__
 
-    def noted(self: pinned.Pinned, layers: Any, *rest: Any) -> None:
+    def noted(self: static_view.StaticView, layers: Any, *rest: Any) -> None:
         self.longest = len(layers[0].index)
         make(self, layers, *rest)
         made.append(self)
 
-    def end(self: pinned.Pinned) -> None:
+    def end(self: static_view.StaticView) -> None:
         self.positions.add_(1)
         for one in self.ends:
             one.slot.fill_(self.longest + self.added + 1)
             one.filled.fill_(self.longest + self.added + 2)
 
-    def write(self: pinned.PinnedLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def write(
+        self: static_view.StaticLayerView, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         at = made[-1].longest + made[-1].added
         self.keys[:, :, at], self.values[:, :, at] = key[:, :, 0], value[:, :, 0]
         return self.keys, self.values
 
-    monkeypatch.setattr(pinned.Pinned, "__init__", noted)
+    monkeypatch.setattr(static_view.StaticView, "__init__", noted)
     if wrong == "end":
-        monkeypatch.setattr(pinned.Pinned, "end", end)
+        monkeypatch.setattr(static_view.StaticView, "end", end)
     else:
-        monkeypatch.setattr(pinned.PinnedLayer, "write", write)
+        monkeypatch.setattr(static_view.StaticLayerView, "write", write)
     wanted, got, stats, _ = both("llava", "divprune", "image", 20, "replay")
     agree(wanted, got)
     assert stats["captured_steps"] == 0 and "did not repeat" in stats["uncaptured"]
@@ -476,8 +478,10 @@ def test_what_does_not_repeat_is_not_replayed(graphs: None, monkeypatch: pytest.
 
 def test_what_cannot_be_recorded_is_run_as_it_is(graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that waits for the device."""
-    begin = pinned.Pinned.begin
-    monkeypatch.setattr(pinned.Pinned, "begin", lambda self: begin(self) if self.positions.sum().item() else None)
+    begin = static_view.StaticView.begin
+    monkeypatch.setattr(
+        static_view.StaticView, "begin", lambda self: begin(self) if self.positions.sum().item() else None
+    )
     wanted, got, stats, _ = both("llava", "divprune", "image", 20, "replay")
     agree(wanted, got)
     assert stats["captured_steps"] == 0 and "cannot be recorded (operation not permitted" in stats["uncaptured"]

@@ -21,7 +21,7 @@ from ...core.stats import Stats
 from ...errors import UnsupportedError
 from ...families import described
 from ...families.mrope import ThreeAxes
-from ...kv.incoming import Incoming
+from ...kv.forward_info import ForwardInfo
 from ...method import DraftMethod, PreviewMethod, ProjectorMethod, Tap
 from ...runtime.build import plan_for_call, plan_model
 from ...runtime.call.call import VisionState
@@ -252,7 +252,7 @@ def _prompt(plan: ModelPlan, modality: Modality, pictures: Sequence[Picture]) ->
         plan=plan,
         stats=Stats(plan.recipe.name),
         state=None,
-        incoming=Incoming(0, valid.shape[1], False),
+        incoming=ForwardInfo(0, valid.shape[1], False),
         device=torch.device("cpu"),
         result=PromptResult(Layout(valid, segments), Reduction.identity(valid)),
         ids=torch.zeros_like(valid, dtype=torch.long),

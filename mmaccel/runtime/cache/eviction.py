@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ...core.precision import without_autocast
 from ...kv.cache import CacheState
-from ...kv.choose import observed
 from ...kv.index import to_device
+from ...kv.select import observed
 from ...method import DraftPolicy, LayerAttention, Policy
 from ...method.layers import SharedPass
 from ..call.call import Call, current

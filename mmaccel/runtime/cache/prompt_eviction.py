@@ -21,11 +21,11 @@ from torch import Tensor
 
 from ...core.budget import resolve
 from ...kv.cache import CacheState
-from ...kv.choose import choose, per_head, rank, scored
 from ...kv.index import to_device
+from ...kv.layer_batch import Asking, InStep, LayerBatch, batches, size
 from ...kv.packed import QuantisedLayer
 from ...kv.scoring.importance import behind_pictures, entropy, expected_queries, mean_rotation, share_seen
-from ...kv.together import Asking, InStep, Together, batches, size
+from ...kv.select import choose, per_head, rank, scored
 from ...method import KeyBatch, LayerAttention, Policy
 from ..call.forward import Prompt, chosen_of
 from ..prompt.preview import TextBehind
@@ -199,13 +199,13 @@ class PromptEviction:
             del together, keys
         self.cuts.finish()
 
-    def _by_content(self, groups: list[Together]) -> tuple[dict[int, list[int]], list[Tensor | None]]:
+    def _by_content(self, groups: list[LayerBatch]) -> tuple[dict[int, list[int]], list[Tensor | None]]:
         """Per layer and row how many of the competing keys stay; and the scores of every group, ``[R, Hkv, K]``."""
         scores: list[Tensor | None] = []
         layers, each, raw = [], [], []
         for group in groups:
             # what it joins is free before the next one is ranked
-            together = Together(group.layers)
+            together = LayerBatch(group.layers)
             keys, tokens = self._batch(together)
             found = self._ranked(together, keys, tokens)
             scores.append(found)
@@ -221,7 +221,7 @@ class PromptEviction:
         one = self.waiting[layer.number]
         return id(one.tokens), len(layer.index), one.scaling
 
-    def _batch(self, together: Together) -> tuple[KeyBatch, Tokens]:
+    def _batch(self, together: LayerBatch) -> tuple[KeyBatch, Tokens]:
         """The keys of a prompt in some layers, and their tokens; the rows are those of one layer after the other."""
         ones = [self.waiting[layer.number] for layer in together.layers]
         tokens = ones[0].tokens.of_layers(len(ones))
@@ -262,16 +262,16 @@ class PromptEviction:
         )
         return batch, tokens
 
-    def _ranked(self, together: Together, keys: KeyBatch, tokens: Tokens, by: Policy | None = None) -> Tensor:
+    def _ranked(self, together: LayerBatch, keys: KeyBatch, tokens: Tokens, by: Policy | None = None) -> Tensor:
         """The scores ``[R, Hkv, K]`` of ``keys``, those of ``together``, by the policy or another one."""
         policy = by or self.policy
         if policy.by_layer and len(together.layers) > 1:
-            scores = torch.cat([scored(policy, self._batch(Together([layer]))[0]) for layer in together.layers])
+            scores = torch.cat([scored(policy, self._batch(LayerBatch([layer]))[0]) for layer in together.layers])
         else:
             scores = self._score(together, keys) if by is None else scored(by, keys)
         return self._rank(keys, tokens, scores)
 
-    def _score(self, together: Together, keys: KeyBatch) -> Tensor:
+    def _score(self, together: LayerBatch, keys: KeyBatch) -> Tensor:
         """What the policy says of ``keys``, those of ``together``, ``[R, Hkv, K]``."""
         if self.behind is None:
             return scored(self.policy, keys)
@@ -281,7 +281,7 @@ class PromptEviction:
         return rank(self.policy, keys, self.prompt.seen == 0, tokens.question, scores)
 
     def _choose(
-        self, together: Together, keys: KeyBatch, tokens: Tokens, scores: Tensor, counts: Sequence[list[int]]
+        self, together: LayerBatch, keys: KeyBatch, tokens: Tokens, scores: Tensor, counts: Sequence[list[int]]
     ) -> None:
         """Of layers at the end of a prompt, choose what stays of the keys that are new, ``counts`` per layer and row."""
         policy, rows = self.policy, together.rows
@@ -322,7 +322,7 @@ class PromptEviction:
 
     def _settle(self, chosen: Chosen, lengths: Tensor) -> None:
         """Evict from layers of which the host knows now how many keys stay and won, ``lengths [R, heads]`` on the CPU."""
-        together, kept = Together(chosen.layers), chosen.kept
+        together, kept = LayerBatch(chosen.layers), chosen.kept
         stay, won = lengths.split([kept.shape[1], lengths.shape[1] - kept.shape[1]], dim=1)
         for resolved, mine in zip(chosen.resolved, won.split(together.rows), strict=True):
             self._note(chosen.there, resolved, mine.sum() / mine.shape[1])
@@ -331,7 +331,7 @@ class PromptEviction:
     def _note(self, there: int, resolved: int, kept: Tensor | float) -> None:
         self.figures.append(torch.tensor([there, resolved, float(kept)]))
 
-    def _cut(self, together: Together, kept: Tensor, lengths: Tensor) -> None:
+    def _cut(self, together: LayerBatch, kept: Tensor, lengths: Tensor) -> None:
         """Evict all but what is ``kept [R, 1 or Hkv, q]`` of the new keys of some layers, ``lengths [R, 1 or Hkv]`` on the CPU;
         what earlier turns left there stays."""
         layers, old = together.layers, together.width - kept.shape[2]
@@ -341,7 +341,7 @@ class PromptEviction:
             lengths = lengths + together.lengths - new[:, None]
         self.cuts.begin(self._cutting(together, kept, lengths, old))
 
-    def _cutting(self, together: Together, kept: Tensor, lengths: Tensor, old: int) -> Asking:
+    def _cutting(self, together: LayerBatch, kept: Tensor, lengths: Tensor, old: int) -> Asking:
         """Evict as said; where keys are packed the host must know more first."""
         yield from self.stage.evicting(together, kept, lengths, old)
         for layer in together.layers:
@@ -350,7 +350,7 @@ class PromptEviction:
                 rows = None if self.text_rows is None else self.pictured_rows
                 self.schedule.begin(layer, rows, self.prompt.length - self.prompt.phase(layer.number).lengths)
 
-    def _text(self, together: Together, keys: KeyBatch, tokens: Tokens, scores: Tensor, wanted: Tensor) -> Tensor:
+    def _text(self, together: LayerBatch, keys: KeyBatch, tokens: Tokens, scores: Tensor, wanted: Tensor) -> Tensor:
         """``[R, Hkv, K]`` bool: the text that stays, ``wanted [R]`` long of every row."""
         if ranker := self.policy.text_ranker():
             scores = self._ranked(together, keys, tokens, ranker)
@@ -420,7 +420,7 @@ class PromptEviction:
         return cos.to(device), sin.to(device)
 
 
-def _followed(keys: KeyBatch, behind: TextBehind, together: Together) -> KeyBatch:
+def _followed(keys: KeyBatch, behind: TextBehind, together: LayerBatch) -> KeyBatch:
     """The keys of some layers with those of the text behind the prompt, and its queries behind the last ones of the prompt."""
     found = [behind.found[layer.number] for layer in together.layers]
     query, key, value = (joined(parts) for parts in zip(*found, strict=True))

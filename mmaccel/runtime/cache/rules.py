@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ...core.budget import Retain
 from ...families.base import Family
+from ...kv.layer_batch import Asking, LayerBatch
 from ...kv.merge import merge
 from ...kv.scoring.importance import outgoing_norm
-from ...kv.together import Asking, Together
 from ...method import Policy
 from ..call.plan import ModelPlan, PlannedStage
 
@@ -44,7 +44,7 @@ class CacheRules:
         weight: Tensor = self.family.outgoing_in(self.family.attending[number]).weight
         return outgoing_norm(values, weight.detach().unflatten(1, (-1, values.shape[3])))
 
-    def evicting(self, together: Together, kept: Tensor, lengths: Tensor | None = None, old: int = 0) -> Asking:
+    def evicting(self, together: LayerBatch, kept: Tensor, lengths: Tensor | None = None, old: int = 0) -> Asking:
         """Evict, or merge, what is not ``kept [R, Hkv or 1, K]``; the first ``old`` slots take no part in a merge, nor do
         keys that were packed: they would be quantised again. For ``lengths`` see :meth:`.layer.CompressedLayer.evict`."""
         asked = together.needed_on_host(kept)

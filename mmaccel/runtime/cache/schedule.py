@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ...kv.cache import CacheState
-from ...kv.choose import observed, per_head, rank
 from ...kv.index import to_device
+from ...kv.layer_batch import Asking, InStep, LayerBatch, batches, size
 from ...kv.packed import QuantisedLayer
-from ...kv.pinned import QuerySpec
-from ...kv.together import Asking, InStep, Together, batches, size
+from ...kv.select import observed, per_head, rank
+from ...kv.static_view import QuerySpec
 from ...method import KeyBatch, LayerAttention, Policy
 from .rules import CacheRules
 from .token_origins import cells_at, question_span
@@ -145,7 +145,7 @@ class Schedule:
         ]
         return torch.minimum(room, held)
 
-    def _batches(self, layers: list[QuantisedLayer]) -> Iterator[Together]:
+    def _batches(self, layers: list[QuantisedLayer]) -> Iterator[LayerBatch]:
         """Layers that can be rows of one batch, as many at a time as do not take too much memory."""
         return batches(layers, self._kind, BYTES)
 
@@ -155,7 +155,7 @@ class Schedule:
         alone = layer.number if self.policy.by_layer else None
         return alone, schedule.unseen, tuple(x.shape for x in schedule.queries), schedule.scaling, schedule.window
 
-    def _observe(self, together: Together) -> None:
+    def _observe(self, together: LayerBatch) -> None:
         """Let the policy observe the queries that it has not seen."""
         schedule = together.layers[0].schedule
         if not schedule.unseen:
@@ -168,7 +168,7 @@ class Schedule:
         for layer in together.layers:
             layer.schedule.keep(self.policy.window)
 
-    def _shrink(self, together: Together, room: Tensor) -> Asking:
+    def _shrink(self, together: LayerBatch, room: Tensor) -> Asking:
         """Of all that layers store, from whichever turn, keep the best ``room [R, Hkv]`` of every head."""
         self._observe(together)
         policy, held = self.policy, together.lengths
@@ -197,13 +197,13 @@ class Schedule:
         kept = kept.unflatten(0, (-1, heads)) if kept.dim() == 2 else kept
         yield from self.stage.evicting(together, kept, torch.minimum(held, stay.view(-1, heads)))
 
-    def _table(self, together: Together) -> Tensor:
+    def _table(self, together: LayerBatch) -> Tensor:
         """``[B, n, 4]`` int32 (picture, t, row, column) of all places up to the end of the last prompt."""
         if self.shared.grid_table is not None:
             return self.shared.grid_table
         return together.index.new_full((together.rows, 1, 4), -1)
 
-    def _stored(self, together: Together, table: Tensor) -> tuple[KeyBatch, Tensor | None]:
+    def _stored(self, together: LayerBatch, table: Tensor) -> tuple[KeyBatch, Tensor | None]:
         """All that layers store, padding in front, and the slot of each key ``[R, K]``, None if they are in order; where heads
         differ every (row, head) is a row."""
         (keys, values), index, schedule = together.stored, together.index.long(), together.layers[0].schedule

@@ -17,9 +17,9 @@ from ...kv.decoding import attend
 from ...kv.layer import CompressedLayer
 from ...kv.listing import Listing
 from ...kv.packed import QuantisedLayer
-from ...kv.pinned import PinnedLayer
 from ...kv.shared import Shared
 from ...kv.sparse import Choices, LayerRead, Rivalry, SparseMemory, SparseRead
+from ...kv.static_view import StaticLayerView
 from ...method import KeyUnits, LayerAttention, Observed, Picked, Policy, ReadingPolicy, ReadStep
 from ...method.refused import described, refuse
 from ...method.results import check_slots, check_tensor, check_type
@@ -172,7 +172,7 @@ class PinnedRead:
     level: Tensor | None
     pages: Pages | None
 
-    def attend(self, layer: PinnedLayer, query: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: StaticLayerView, query: Tensor, scaling: float) -> Tensor:
         """Attention of ``query [B, Hq, 1, D]`` over what it chooses, ``[B, 1, Hq, D]``."""
         chosen, carried = _chosen(self.policy, self.held, self.level, query, layer.keys, scaling)
         for name, x in carried.items():

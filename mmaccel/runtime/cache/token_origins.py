@@ -21,7 +21,7 @@ class Tokens:
 
     places : ``[B, q]`` long, -1 for padding. visual, text : ``[B, q]`` bool.
     grid : ``[B, q, 4]`` int32, picture and cell. count : see :class:`~mmaccel.method.KeyBatch`. question : see
-        :func:`~mmaccel.kv.choose.rank`.
+        :func:`~mmaccel.kv.select.rank`.
     rivals, texts : how many tokens of each row compete for its budget, and how many are text; both known to the host.
     at : of every row the slots of those that compete, where the split over layers asks for their scores.
     memo : see :class:`~mmaccel.method.Layerwise`.

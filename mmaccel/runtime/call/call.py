@@ -18,7 +18,7 @@ from ...core.layout import Modality
 from ...core.stats import Stats
 from ...families.base import Continued
 from ...kv.cache import bare_bytes, cache_bytes, state_of
-from ...kv.pinned import Pinned
+from ...kv.static_view import StaticView
 from .forward import PromptResult
 from .plan import Plan
 from .runs import Runs
@@ -171,7 +171,7 @@ class Call(Generic[P]):
         return Continued(state.seen, offset, ahead)
 
     @property
-    def pinned(self) -> Pinned | None:
+    def pinned(self) -> StaticView | None:
         """The pinned tensors of this call's cache, while its steps are captured."""
         state = state_of(self.cache)
         return None if state is None else state.shared.pinned
@@ -219,7 +219,7 @@ def push(call: Call[Any]) -> None:
 def pop(call: Call[Any]) -> None:
     """Close ``call``, wherever it stands; a forward that it is in the middle of has been broken off."""
     if call.text.runs is not None:
-        call.text.runs.settle(whole=False)
+        call.text.runs.finalize(whole=False)
     _hold(tuple(one for one in _calls.get() if one is not call))
 
 

@@ -16,7 +16,7 @@ from ...core.masks import true_last
 from ...core.reduction import Reduction
 from ...core.stats import Stats
 from ...kv.cache import CacheState
-from ...kv.incoming import Incoming, Phase
+from ...kv.forward_info import ForwardInfo, Phase
 from ...kv.index import KeyIndex
 from .plan import ModelPlan
 
@@ -80,13 +80,13 @@ class Forward:
     state : of the cache, if there is one.
     incoming : the forward as the cache sees it; its layers are those of the cache.
     device : of the embeddings.
-    arguments : those of the layers, by phase (see :class:`~mmaccel.kv.incoming.Incoming`).
+    arguments : those of the layers, by phase (see :class:`~mmaccel.kv.forward_info.ForwardInfo`).
     """
 
     plan: ModelPlan
     stats: Stats
     state: CacheState | None
-    incoming: Incoming
+    incoming: ForwardInfo
     device: torch.device
     arguments: list[LayerArguments] = field(default_factory=list, kw_only=True)
 

@@ -13,7 +13,7 @@ from ...core.reduction import Reduction
 from ...core.transformers_api import DynamicCache, cache_argument, cache_in, cache_names, cache_of
 from ...errors import UnsupportedError
 from ...kv.cache import CacheState, adopt, check_plain, pinned_of, state_of
-from ...kv.incoming import Incoming
+from ...kv.forward_info import ForwardInfo
 from .call import Call, current
 from .forward import Continuation, Forward, Prompt, PromptResult, rows_at, to_device_packed
 from .plan import ModelPlan
@@ -86,8 +86,8 @@ class TextHooks:
         else:
             assert state is not None
             length = embeds.shape[1]
-            incoming = Incoming(seen, length, as_stored=False, weights=state.shared.weights)
-            incoming.coming = call.expected.after(seen + length)
+            incoming = ForwardInfo(seen, length, as_stored=False, weights=state.shared.weights)
+            incoming.expected_new_tokens = call.expected.after(seen + length)
             forward = Continuation(call.plan, call.stats, state, incoming, embeds.device)
         call.text.runs = runs = Runs(forward, self.make_runs(call, forward))
         if ids is None:
@@ -190,9 +190,11 @@ class TextHooks:
         embeds, plan = kwargs["inputs_embeds"], call.plan
         valid = torch.ones(embeds.shape[:2], dtype=torch.bool) if valid is None else valid
         layout = _layout(call, ids, valid)
-        incoming = Incoming(seen, embeds.shape[1], as_stored=False, coming=call.expected.after(seen + embeds.shape[1]))
+        incoming = ForwardInfo(
+            seen, embeds.shape[1], as_stored=False, expected_new_tokens=call.expected.after(seen + embeds.shape[1])
+        )
         if plan.stores_anew:
-            incoming.coming = 0
+            incoming.expected_new_tokens = 0
         return Prompt(
             plan,
             call.stats,
@@ -242,7 +244,7 @@ class TextHooks:
             call.stats.clock.stop(call.text.timer[1], call.text.timer[0])
             call.text.timer = None
         if runs is not None:
-            runs.settle(whole=output is not None)
+            runs.finalize(whole=output is not None)
         if output is None:
             return None
         cache = cache_of(output)

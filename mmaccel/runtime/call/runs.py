@@ -189,10 +189,10 @@ class Runs:
     def _precision(self, run: Run) -> AbstractContextManager[None]:
         return nullcontext() if run.runs_model else without_autocast(self.forward.device)
 
-    def settle(self, whole: bool) -> None:
+    def finalize(self, whole: bool) -> None:
         """End the forward in the cache, as a ``whole`` or broken off."""
         if self._changed and self.forward.state is not None:
-            self.forward.state.settle(whole)
+            self.forward.state.finalize(whole)
 
 
 __all__ = ["KeysToRead", "LayerAttended", "Run", "Runs", "TextInputs"]

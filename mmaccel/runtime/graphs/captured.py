@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...core.transformers_api import cache_in
 from ...kv.cache import CacheState, state_of
 from ...kv.decoding import on_gpu
-from ...kv.pinned import Pinned
+from ...kv.static_view import StaticView
 from ..cache.packing import coming_unpacked
 from ..cache.schedule import coming_kept, query_spec_of
 from ..cache.sparse_read import pinned_reads, unpinnable
@@ -38,7 +38,7 @@ class CapturedSteps:
     """
 
     step: replay.ReplayedStep | None = None
-    idle: Pinned | None = None
+    idle: StaticView | None = None
 
 
 #: tokens that a cache is pinned for at once; more of them make fewer graphs, and attention reads them all
@@ -97,7 +97,7 @@ def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Calla
 
 
 def _step(
-    model: nn.Module, compiled: Forward | None, call: Call[ModelPlan], pinned: Pinned, kwargs: dict[str, Any]
+    model: nn.Module, compiled: Forward | None, call: Call[ModelPlan], pinned: StaticView, kwargs: dict[str, Any]
 ) -> Any:
     """A captured step. Of what ``generate`` passes only the token differs from step to step."""
     ids = kwargs["input_ids"]
@@ -126,7 +126,7 @@ def _constant(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in kwargs.items() if not isinstance(x, Tensor)} | {"position_ids": positions}
 
 
-def _pinned(plan: ModelPlan, call: Call[ModelPlan], state: CacheState) -> Pinned | None:
+def _pinned(plan: ModelPlan, call: Call[ModelPlan], state: CacheState) -> StaticView | None:
     """The cache, pinned for what may still come in this call; None where an ordinary step is due. CUDA graphs may write to
     what stays where it is."""
     if (pinned := state.shared.pinned) is not None and not pinned.full:

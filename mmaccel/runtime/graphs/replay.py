@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kv.pinned import Pinned
+from ...kv.static_view import StaticView
 
 #: fewer steps than this are over before recording them has paid
 LEAST = 16
@@ -64,7 +64,7 @@ class ReplayedStep:
     obstacle : why steps are run as they are; empty if they are not.
     """
 
-    def __init__(self, pinned: Pinned, token: Tensor, run: Callable[[Tensor], Any]) -> None:
+    def __init__(self, pinned: StaticView, token: Tensor, run: Callable[[Tensor], Any]) -> None:
         self.pinned, self.token = pinned, token.clone()
         self._run = functools.partial(run, self.token)
         self._replay: Callable[[], None] = _nothing

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...core.chunks import Chunks, Join, Span
 from ...core.precision import without_autocast
-from ...kv import chunks as cached
+from ...kv import chunked_prefill as cached
 from ...kv.cache import CacheState
 from ...method import ChunkMethod, LayerAttention, TokenBatch
 from ...method.results import check_figures

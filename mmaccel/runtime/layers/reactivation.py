@@ -14,7 +14,7 @@ from ...core.reduction import Reduction
 from ...errors import UnsupportedError
 from ...kv.cache import CacheState
 from ...kv.index import KeyIndex
-from ...kv.returning import Aside, Returning
+from ...kv.reactivation import Parked, ReactivationMemory
 from ...kv.sparse import SparseRead
 from ...method import LayerAttention, ReturningMethod
 from ...method.results import check_tensor, figures_of
@@ -25,7 +25,7 @@ from ..call.runs import LayerAttended, Run
 
 def may_return(plan: ModelPlan, state: CacheState) -> bool:
     """Whether tokens may come back in a forward behind a prompt: some wait at the layers of this plan, and at no others."""
-    memory = state.shared.returning
+    memory = state.shared.reactivation
     waits = memory is not None and memory.dropped and set(memory.at) == set(plan.stage_at_layer)
     return waits and bool(plan.returning)
 
@@ -39,9 +39,9 @@ def check_rows(prompt: Prompt) -> None:
         If there is such a row.
     """
     rows, state = prompt.text_rows, prompt.state
-    if rows is None or state is None or not may_return(prompt.plan, state) or state.shared.returning is None:
+    if rows is None or state is None or not may_return(prompt.plan, state) or state.shared.reactivation is None:
         return
-    memory = state.shared.returning
+    memory = state.shared.reactivation
     dropped = torch.stack([waiting.stayed.sum(1) < memory.visual.sum(1) for waiting in memory.at.values()]).any(0)
     if bool((refused := dropped.cpu() & rows).any()):
         row = int(refused.nonzero()[0])
@@ -83,12 +83,12 @@ class KeepDropped:
             made.kept & visual,
             made.valid & visual,
         )
-        if shared.returning is None:
-            shared.returning = Returning(among[:, :0].bool())
+        if shared.reactivation is None:
+            shared.reactivation = ReactivationMemory(among[:, :0].bool())
         if number == min(prompt.plan.stage_at_layer):
-            shared.returning.note(among.bool(), prompt.seen)
+            shared.reactivation.note(among.bool(), prompt.seen)
         planes = {"hidden": rows_at(hidden, at), **_turned(arguments, at)}
-        shared.returning.add(number, Aside(where.int(), there.sum(1), planes), stayed.bool(), prompt.seen)
+        shared.reactivation.add(number, Parked(where.int(), there.sum(1), planes), stayed.bool(), prompt.seen)
 
 
 def _turned(arguments: Mapping[str, Any], at: Tensor) -> dict[str, Tensor]:
@@ -116,15 +116,15 @@ class Reactivation(Run):
     reads_keys = True
 
     def __init__(self, forward: Continuation, stages: Mapping[int, PlannedStage[ReturningMethod]]) -> None:
-        assert forward.state is not None and forward.state.shared.returning is not None
+        assert forward.state is not None and forward.state.shared.reactivation is not None
         self.forward, self.stages, self.state = forward, stages, forward.state
-        self.memory = forward.state.shared.returning
+        self.memory = forward.state.shared.reactivation
         #: by place what a method made of the attention of the last layer that it looked at, ``[B, n]`` each
         self._figures: dict[str, Tensor] = {}
         #: which of these places are visual tokens that it has seen, ``[B, n]`` bool
         self._candidates: Tensor | None = None
         #: the tokens that run beside the new ones
-        self._back: Aside | None = None
+        self._back: Parked | None = None
 
     def before_layer(self, number: int, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         """Put tokens that come back in front of the new ones; see :meth:`_come_back`."""
@@ -171,7 +171,7 @@ class Reactivation(Run):
         forward.incoming.reads.append((first, SparseRead(read, index, told[1].tolist()) if told[1].any() else None))
         return self._run(back, first, new, arguments)
 
-    def _run(self, back: Aside, first: int, new: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    def _run(self, back: Parked, first: int, new: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         """Let tokens run ``back`` through the layers from ``first`` (of the cache) on, beside the ``new [B, q, D]``."""
         forward = self.forward
         own = forward.incoming.phases[0][1]
@@ -191,7 +191,7 @@ class Reactivation(Run):
         return check_tensor(method, "recall()", method.recall(figures, among, count), "bool", among.shape, among)
 
 
-def _arguments(back: Aside, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(back: Parked, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of the layers for the tokens that come ``back`` and the new ones, whose own are in ``kwargs``."""
     rows, planes = len(back.places), back.planes
     made: dict[str, Any] = {}
@@ -211,7 +211,7 @@ def _arguments(back: Aside, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _by_place(index: KeyIndex, memory: Returning, device: torch.device) -> tuple[Tensor, int]:
+def _by_place(index: KeyIndex, memory: ReactivationMemory, device: torch.device) -> tuple[Tensor, int]:
     """``[B, K]`` long: where each slot of an index stands among the first ``n`` places, ``n`` for those that stand elsewhere.
     Heads that store keys of their own all have those that may come back."""
     known, n = index.by_head[:, 0].long().to(device), memory.visual.shape[1]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...kv.cache import CacheState
-from ...kv.incoming import Phase
+from ...kv.forward_info import Phase
 from ..call.forward import Continuation
 from ..call.runs import Run, TextInputs
 

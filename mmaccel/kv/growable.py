@@ -10,9 +10,9 @@ SHARE, LEAST = 32, 8
 _ROOM = "mmaccel_room"
 
 
-def append(stored: Tensor, new: Tensor, dim: int, coming: int | None = None) -> Tensor:
+def append(stored: Tensor, new: Tensor, dim: int, expected_new_tokens: int | None = None) -> Tensor:
     """``torch.cat([stored, new], dim)``, written behind ``stored`` where there is room; else copied, with room behind it for
-    some more, ``coming`` at most where that is known.
+    some more, ``expected_new_tokens`` at most where that is known.
 
     What comes back is a view of a larger tensor, and the only one that may be appended to in place: nothing that ``stored``,
     or any other view, shows is ever changed. Whoever appends to ``stored`` once more gets a copy. With gradients nothing is
@@ -30,7 +30,7 @@ def append(stored: Tensor, new: Tensor, dim: int, coming: int | None = None) -> 
         or (room.is_inference() and not torch.is_inference_mode_enabled())
     ):
         spare = max(LEAST, (length + more) // SHARE)
-        spare = spare if coming is None else min(spare, coming)
+        spare = spare if expected_new_tokens is None else min(spare, expected_new_tokens)
         room = new.new_empty([n + length + spare if axis == dim else n for axis, n in enumerate(new.shape)])
         grown = torch.cat([stored, new], dim=dim, out=room.narrow(dim, 0, length + more))
     else:

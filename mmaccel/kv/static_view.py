@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .decoding import attend, on_gpu
+from .growable import put, shown
 from .index import KeyIndex, to_device
 from .ragged import Ragged
-from .room import put, shown
 
 #: sizes are multiples of it, so that prompts of different lengths are read by one captured step
 ROUND = 64
@@ -49,7 +49,7 @@ class Layer(Protocol):
 
 
 @dataclass(frozen=True)
-class End:
+class WriteCursor:
     """Where layers end that grow alike.
 
     slot : ``[1]`` long, where the next token is written. filled : ``[1]`` long, how many keys there are then.
@@ -104,8 +104,8 @@ class Asked(NamedTuple):
 class Reader(Protocol):
     """Chooses which keys of a layer a step reads, see :class:`.sparse.PinnedRead`."""
 
-    def attend(self, layer: PinnedLayer, query: Tensor, scaling: float) -> Tensor:
-        """See :meth:`PinnedLayer.attend`."""
+    def attend(self, layer: StaticLayerView, query: Tensor, scaling: float) -> Tensor:
+        """See :meth:`StaticLayerView.attend`."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything held."""
@@ -115,7 +115,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True)
-class PinnedLayer:
+class StaticLayerView:
     """A layer while it is pinned: what ragged heads and pages hold is as it was, and tokens are added to ``keys`` and ``values
     [B, Hkv, T, D]``, up to ``end``. Where a step reads some keys only, the ``reader`` chooses them."""
 
@@ -124,7 +124,7 @@ class PinnedLayer:
     ragged: Ragged | None
     packs: tuple[Pages | None, ...]
     widths: tuple[int, ...]
-    end: End
+    end: WriteCursor
     asked: Asked | None = None
     reader: Reader | None = None
 
@@ -140,7 +140,7 @@ class PinnedLayer:
 
     @property
     def masked(self) -> bool:
-        """Whether torch's attention reads everything, see :class:`End`; else :meth:`attend` does."""
+        """Whether torch's attention reads everything, see :class:`WriteCursor`; else :meth:`attend` does."""
         return self.end.masked and self.reader is None
 
     def attend(self, query: Tensor, scaling: float) -> Tensor:
@@ -162,7 +162,7 @@ class PinnedLayer:
             yield from self.reader.tensors()
 
 
-class Pinned:
+class StaticView:
     """The layers of a cache, pinned for ``steps`` tokens to come.
 
     Where the next token is written and who sees it is known on the device; the host counts the tokens in ``added``.
@@ -187,9 +187,9 @@ class Pinned:
     ) -> None:
         self.owners, self.steps, self.added, self.query_spec = owners, steps, 0, query_spec
         self.asked = [] if query_spec is None else [torch.zeros(1, dtype=torch.long, device=offset.device)]
-        self.ends: list[End] = []
-        self.layers: list[PinnedLayer] = []
-        found: dict[Any, End] = {}
+        self.ends: list[WriteCursor] = []
+        self.layers: list[StaticLayerView] = []
+        found: dict[Any, WriteCursor] = {}
         self.own, self.serves = True, steps
         # layers that store all in one place, and the others
         longest = [max((o.keys.shape[2] for o in owners if _whole(o) == whole), default=0) for whole in (False, True)]
@@ -252,7 +252,7 @@ class Pinned:
         captured goes on. False, and nothing is done, where they do not fit, or somebody may hold on to what is there."""
         if not self.own or query_spec != self.query_spec or any(layer.reader is not None for layer in self.layers):
             return False
-        ends: dict[Any, End] = {}
+        ends: dict[Any, WriteCursor] = {}
         for owner, layer in zip(self.owners, self.layers, strict=True):
             end, length = layer.end, owner.keys.shape[2]
             # packed or ragged layers, and slots without a key, are pinned to tensors of other sizes
@@ -340,7 +340,7 @@ def _rounded(count: int, unit: int) -> int:
 _NOWHERE = -(1 << 30)
 
 
-def _end(owner: Layer, width: int, masked: bool, hidden: bool, window: int | None) -> End:
+def _end(owner: Layer, width: int, masked: bool, hidden: bool, window: int | None) -> WriteCursor:
     """Where a layer ends for which there is room up to ``width``; ``hidden`` if some of its slots are not to be seen, as they
     hold no key or are beyond a ``window``."""
     device, length, visible, places = owner.keys.device, owner.keys.shape[2], None, None
@@ -360,11 +360,11 @@ def _end(owner: Layer, width: int, masked: bool, hidden: bool, window: int | Non
         visible[..., :length] = True
     slot = to_device(torch.tensor([length]), device)
     if places is None or window is None:
-        return End(slot, slot + 1, visible, masked)
-    return End(slot, slot + 1, visible, masked, places.masked_fill(places < 0, _NOWHERE), window)
+        return WriteCursor(slot, slot + 1, visible, masked)
+    return WriteCursor(slot, slot + 1, visible, masked, places.masked_fill(places < 0, _NOWHERE), window)
 
 
-def _weighed(owner: Layer, end: End, width: int, weights: Tensor | None) -> End:
+def _weighed(owner: Layer, end: WriteCursor, width: int, weights: Tensor | None) -> WriteCursor:
     """The same, where keys have weights; those of tokens to come are zero."""
     if weights is None:
         return end
@@ -373,7 +373,7 @@ def _weighed(owner: Layer, end: End, width: int, weights: Tensor | None) -> End:
     return replace(end, weights=known, added=known.clone())
 
 
-def _pinned(owner: Layer, width: int, end: End) -> PinnedLayer:
+def _pinned(owner: Layer, width: int, end: WriteCursor) -> StaticLayerView:
     """A layer with room up to ``width``. What it stored before is free at once."""
     keys, values = (put(x, -2, width) for x in (owner.keys, owner.values))
     owner.keys, owner.values = (shown(x, -2, owner.keys.shape[2]) for x in (keys, values))
@@ -383,4 +383,4 @@ def _pinned(owner: Layer, width: int, end: End) -> PinnedLayer:
         flat, others = (put(x, 0, _rounded(total, ROUND * heads)) for x in (ragged.keys, ragged.values))
         ragged.keys, ragged.values = (shown(x, 0, total) for x in (flat, others))
         ragged = Ragged(flat, others, ragged.lengths, _rounded(ragged.longest, ROUND))
-    return PinnedLayer(keys, values, ragged, owner.packs, owner.widths, end)
+    return StaticLayerView(keys, values, ragged, owner.packs, owner.widths, end)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import MaxLengthCriteria, StoppingCriteriaList
 
 from mmaccel import accelerated
-from mmaccel.kv.room import LEAST, SHARE, append, put, shown, trimmed
+from mmaccel.kv.growable import LEAST, SHARE, append, put, shown, trimmed
 
 SHAPE = (2, 3, 5, 4)
 
@@ -39,7 +39,7 @@ def test_it_is_a_concatenation(dim: int) -> None:
         shape = list(SHAPE)
         shape[dim] = tokens
         more = torch.randn(shape)
-        grown, expected = append(grown, more, dim, coming=4), torch.cat([expected, more], dim)
+        grown, expected = append(grown, more, dim, expected_new_tokens=4), torch.cat([expected, more], dim)
         assert torch.equal(grown, expected)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..core.chunks import Join
 from .cache import CacheState
-from .incoming import Phase
+from .forward_info import Phase
 from .index import KeyIndex
 
 

@@ -56,7 +56,7 @@ class Phase:
 
 
 @dataclass
-class Incoming:
+class ForwardInfo:
     """Tokens on their way into a cache.
 
     seen : tokens the cache has seen before. length : tokens of this forward before any reduction.
@@ -64,7 +64,7 @@ class Incoming:
     phases : which tokens are left from which layer on, the first from layer 0.
     reads : what layers read in this forward from which one on, if not everything, rising.
     weights : what is added to the logits of keys, see :class:`.shared.Shared`.
-    coming : how many tokens may follow these at most, where that is known; no room is made for more.
+    expected_new_tokens : how many tokens may follow these at most, where that is known; no room is made for more.
     """
 
     seen: int
@@ -73,7 +73,7 @@ class Incoming:
     phases: list[tuple[int, Phase]] = field(default_factory=list)
     reads: list[tuple[int, SparseRead | None]] = field(default_factory=list)
     weights: Tensor | None = None
-    coming: int | None = None
+    expected_new_tokens: int | None = None
 
     def phase(self, layer: int) -> Phase:
         """The phase a layer belongs to."""

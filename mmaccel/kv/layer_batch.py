@@ -17,7 +17,7 @@ from .packed import QuantisedLayer
 
 def batches(
     layers: Sequence[QuantisedLayer], kind: Callable[[QuantisedLayer], Hashable], most: int
-) -> Iterator[Together]:
+) -> Iterator[LayerBatch]:
     """Layers that can be rows of one batch, as many at a time as have at most so many bytes of keys and values, or one.
 
     kind : what else must be the same in the layers of a batch.
@@ -30,7 +30,7 @@ def batches(
         kinds.setdefault((layer.number if alone else None, shape, carried, kind(layer)), []).append(layer)
     for alike in kinds.values():
         step = max(1, most // max(1, max(map(size, alike))))
-        yield from (Together(alike[start : start + step]) for start in range(0, len(alike), step))
+        yield from (LayerBatch(alike[start : start + step]) for start in range(0, len(alike), step))
 
 
 #: a part of some work, which yields tensors and is sent the same on the CPU
@@ -71,7 +71,7 @@ def size(layer: QuantisedLayer) -> int:
     )
 
 
-class Together:
+class LayerBatch:
     """Layers on one device whose keys have one type, and that hold as many heads; a layer with packed keys comes alone.
 
     rows : of each layer. ``R``, rows of all layers, one layer after the other. width : slots of the longest layer; short ones

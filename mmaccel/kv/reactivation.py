@@ -13,7 +13,7 @@ from ..core import masks
 
 
 @dataclass(frozen=True, eq=False)
-class Aside:
+class Parked:
     """Tokens at the input of a layer, ``K`` slots a row; those without a token come first or stand between others.
 
     places : ``[B, K]`` int32, where they stand in the unreduced sequence; -1 is no token.
@@ -25,38 +25,38 @@ class Aside:
     lengths: Tensor
     planes: Mapping[str, Tensor]
 
-    def joined(self, other: Aside) -> Aside:
+    def joined(self, other: Parked) -> Parked:
         """These and others, where these are."""
 
         def both(x: Tensor, y: Tensor) -> Tensor:
             return torch.cat([x, y.to(x.device)], dim=1)
 
         planes = {name: both(x, other.planes[name]) for name, x in self.planes.items() if name in other.planes}
-        return Aside(both(self.places, other.places), self.lengths + other.lengths, planes)
+        return Parked(both(self.places, other.places), self.lengths + other.lengths, planes)
 
-    def split(self, wanted: Tensor, lengths: Tensor) -> tuple[Aside, Aside]:
+    def split(self, wanted: Tensor, lengths: Tensor) -> tuple[Parked, Parked]:
         """Those that are ``wanted [B, K]`` bool, of which there are ``lengths [B]`` on the CPU, and the others; left-padded."""
         if not lengths.any():
             return self._those(wanted, lengths), self
         return self._those(wanted, lengths), self._those((self.places >= 0) & ~wanted, self.lengths - lengths)
 
-    def _those(self, there: Tensor, lengths: Tensor) -> Aside:
+    def _those(self, there: Tensor, lengths: Tensor) -> Parked:
         first = there.shape[1] - (int(lengths.max()) if len(lengths) else 0)
         order = masks.true_last(there)[:, first:]
         places = self.places.gather(1, order).masked_fill(~there.gather(1, order), -1)
         rows = torch.arange(len(order), device=order.device)[:, None]
         planes = {name: x[rows.to(x.device), order.to(x.device)] for name, x in self.planes.items()}
-        return Aside(places, lengths, planes)
+        return Parked(places, lengths, planes)
 
-    def without(self, gone: Tensor) -> Aside:
+    def without(self, gone: Tensor) -> Parked:
         """Without those that are ``gone [B, K]`` bool; the host waits."""
         places = self.places.masked_fill(gone, -1)
         return replace(self, places=places, lengths=(places >= 0).sum(1).cpu())
 
-    def select(self, rows: Tensor) -> Aside:
+    def select(self, rows: Tensor) -> Parked:
         """Keep, repeat or reorder rows of the batch."""
         planes = {name: x[rows.to(x.device)] for name, x in self.planes.items()}
-        return Aside(self.places[rows.to(self.places.device)], self.lengths[rows.cpu()], planes)
+        return Parked(self.places[rows.to(self.places.device)], self.lengths[rows.cpu()], planes)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held."""
@@ -68,12 +68,12 @@ class Waiting:
     """What waits at the input of a layer, and which of the first ``n`` places went on with their prompts, ``stayed [B, n]``
     bool: as many visual tokens are seen in every forward."""
 
-    aside: Aside
+    aside: Parked
     stayed: Tensor
 
 
 @dataclass
-class Returning:
+class ReactivationMemory:
     """What a recipe carries with the cache whose tokens may come back.
 
     visual : ``[B, n]`` bool, which of the first ``n`` places are visual tokens that entered the first layer that drops some.
@@ -89,7 +89,7 @@ class Returning:
         """More places, from ``since`` on, ``visual [B, S]``."""
         self.visual = _extended(self.visual, visual, since)
 
-    def add(self, layer: int, aside: Aside, stayed: Tensor, since: int) -> None:
+    def add(self, layer: int, aside: Parked, stayed: Tensor, since: int) -> None:
         """Of the places from ``since`` on ``stayed [B, S]`` bool do at a layer, and others wait."""
         before = self.at.get(layer)
         if before is not None:
@@ -103,7 +103,7 @@ class Returning:
         for waiting in self.at.values():
             yield from (*waiting.aside.tensors(), waiting.stayed)
 
-    def copy(self) -> Returning:
+    def copy(self) -> ReactivationMemory:
         """The same, to be changed by itself. Tensors are not copied, since they are never changed in place."""
         return replace(self, at=dict(self.at))
 
