@@ -6,7 +6,8 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from types import TracebackType
+from typing import BinaryIO, Self
 
 from ..errors import MmaccelError
 
@@ -93,4 +94,91 @@ def locked(path: Path, what: str, remedy: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-__all__ = ["locked", "take_lock", "write_whole"]
+class AppendFile:
+    """A file that only grows, one whole piece after the other, and that one process writes at a time.
+
+    Raises
+    ------
+    MmaccelError
+        If another run writes to the file, or it cannot be opened.
+
+    Parameters
+    ----------
+    path : of the file, which is made where it is missing.
+    remedy : how to take another file, for messages: ``give another file``.
+    what : the file that the user knows, if that is another one, for the message that another run writes to it.
+    """
+
+    def __init__(self, path: Path, remedy: str, what: Path | None = None) -> None:
+        self.path, self._remedy, self._what, self._file = path, remedy, what or path, -1
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Open and lock what has the file's name now, in place of what was open."""
+        self.close()
+        try:
+            if self.path.exists() and not self.path.is_file():
+                raise MmaccelError(f"Cannot write {str(self.path)!r} (it is no regular file); {self._remedy}.")
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
+            if not take_lock(self._file, self.path):
+                raise MmaccelError(f"Another run writes to {str(self._what)!r}; wait for it, or {self._remedy}.")
+        except OSError as error:
+            raise MmaccelError(f"Cannot write {str(self.path)!r} ({error.strerror}); {self._remedy}.") from error
+        except MmaccelError:
+            self.close()
+            raise
+
+    def cut(self, size: int) -> None:
+        """Keep the first ``size`` bytes only.
+
+        Raises
+        ------
+        MmaccelError
+            If the file cannot be written.
+        """
+        try:
+            if os.fstat(self._file).st_size != size:
+                os.ftruncate(self._file, size)
+                os.fsync(self._file)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def append(self, content: bytes) -> None:
+        """Append ``content``; when this returns, all of it is on the disk.
+
+        Raises
+        ------
+        MmaccelError
+            If it cannot be written. None of it is in the file then, or the end of the file is torn.
+        """
+        end = os.fstat(self._file).st_size
+        try:
+            written = os.write(self._file, content)
+            while written < len(content):
+                # a disk that is almost full takes a part only
+                written += os.write(self._file, content[written:])
+            os.fsync(self._file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, end)
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> MmaccelError:
+        return MmaccelError(
+            f"Cannot write {str(self.path)!r} ({error.strerror}); when that is mended, the same command goes on."
+        )
+
+    def close(self) -> None:
+        """Close the file, so that another run may write to it."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+__all__ = ["AppendFile", "locked", "take_lock", "write_whole"]

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image
@@ -330,7 +330,7 @@ def _evaluate(
             usable += len(batch)
             continue
         try:
-            runners = _runners(model, processor, batch, max_new_tokens, leave_out)
+            runners = halved(batch, lambda part: _Runner(model, processor, part, max_new_tokens), leave_out)
             usable += sum(len(runner.batch) for runner in runners)
             for row, worker in pending:
                 failed: list[dict[str, str]] = []
@@ -465,13 +465,14 @@ class _Runner:
 
 
 Fail = Callable[[Question, Exception], None]
+T = TypeVar("T")
 
 
-def _runners(model: Any, processor: Any, batch: Batch, longest: int, fail: Fail) -> list[_Runner]:
-    """The unaccelerated answers to a batch; where they fail, to ever smaller parts of it, so that ``fail`` is told of the
-    questions that fail alone."""
+def halved(batch: Batch, run: Callable[[Batch], T], fail: Fail) -> list[T]:
+    """What ``run`` makes of a batch; where it fails, of its halves, and so on, so that ``fail`` is told of the questions that
+    fail alone. An error of memory says nothing of a question and is raised."""
     try:
-        return [_Runner(model, processor, batch, longest)]
+        return [run(batch)]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -479,25 +480,18 @@ def _runners(model: Any, processor: Any, batch: Batch, longest: int, fail: Fail)
             fail(batch[0][0], error)
             return []
     half = len(batch) // 2
-    return [one for part in (batch[:half], batch[half:]) for one in _runners(model, processor, part, longest, fail)]
+    return [one for part in (batch[:half], batch[half:]) for one in halved(part, run, fail)]
 
 
 def _answers(runner: _Runner, recipe: Recipe, processor: Any, fail: Fail) -> list[Answer]:
-    """The answers to a batch under a recipe; where they fail, to ever smaller parts of it."""
-    batch = runner.batch
-    try:
-        return runner.answers(recipe, processor)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        if len(batch) == 1:
-            fail(batch[0][0], error)
-            return []
-    half, found = len(batch) // 2, []
-    for part in (batch[:half], batch[half:]):
-        for one in _runners(runner.model, runner.processor, part, runner.longest, fail):
-            found += _answers(one, recipe, processor, fail)
-    return found
+    """The answers to a batch under a recipe, without the questions that it cannot answer."""
+
+    def answers(part: Batch) -> list[Answer]:
+        whole = part is runner.batch
+        one = runner if whole else _Runner(runner.model, runner.processor, part, runner.longest)
+        return one.answers(recipe, processor)
+
+    return [one for part in halved(runner.batch, answers, fail) for one in part]
 
 
 class _Follow(LogitsProcessor):

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ...core.files import locked
+from ...core.files import AppendFile
 from ...errors import MmaccelError, no_json
 from .text import write_json
 
@@ -53,13 +52,13 @@ class Results:
         #: rows of an earlier run that are not in this run
         self.others: list[dict[str, Any]] = []
         self._lines: list[dict[str, Any]] = []
-        self._held = contextlib.ExitStack()
-        #: descriptor and valid length of the journal
-        self._file, self._end = -1, 0
+        #: the journal, and its valid length
+        self._journal: AppendFile | None = None
+        self._end = 0
         if path is None:
             return
         self.journal = path.with_name(path.name + ".journal")
-        self._held.enter_context(locked(self.journal, str(path), "give another file"))
+        self._journal = AppendFile(self.journal, "give another file", path)
         try:
             if not path.exists() or self._read_report(path):
                 self._read_journal()
@@ -180,14 +179,10 @@ class Results:
 
     # --- writing ----------------------------------------------------------------------------------------------
     def begin(self) -> None:
-        """Open the journal after its valid lines."""
-        if self.path is None:
+        """Cut the journal after its valid lines."""
+        if self._journal is None:
             return
-        try:
-            self._file = os.open(self.journal, os.O_WRONLY | os.O_APPEND)
-            os.ftruncate(self._file, self._end)
-        except OSError as error:
-            raise self._unwritable(error) from error
+        self._journal.cut(self._end)
         if not self._end:
             self._append({"settings": self.settings, "asked": self.questions})
 
@@ -208,22 +203,9 @@ class Results:
         if self.answers:
             self.said.setdefault(row.title, []).extend(map(spoken, answers))
 
-    def _append(self, *lines: Mapping[str, Any]) -> None:
-        if self._file < 0:
-            return
-        content = "".join(json.dumps(line) + "\n" for line in lines).encode()
-        try:
-            while content:
-                # a disk that is almost full takes a part only
-                content = content[os.write(self._file, content) :]
-            os.fsync(self._file)
-        except OSError as error:
-            raise self._unwritable(error) from error
-
-    def _unwritable(self, error: OSError) -> MmaccelError:
-        return MmaccelError(
-            f"Cannot write {str(self.journal)!r} ({error.strerror}); when that is mended, the same command goes on."
-        )
+    def _append(self, line: Mapping[str, Any]) -> None:
+        if self._journal is not None:
+            self._journal.append(json.dumps(line).encode() + b"\n")
 
     def save(self, report: Mapping[str, Any]) -> None:
         """Write the report, whole or not at all, and remove the journal."""
@@ -235,23 +217,17 @@ class Results:
             raise MmaccelError(
                 f"Cannot write {str(self.path)!r} ({error.strerror}); when that is mended, the same command goes on."
             ) from error
-        self._close()
         with contextlib.suppress(OSError):
             self.journal.unlink()
 
-    def _close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
     def close(self) -> None:
         """Let go of the file."""
-        self._close()
-        if self.path is not None:
-            with contextlib.suppress(OSError):
-                if not self.journal.stat().st_size:
-                    self.journal.unlink()
-        self._held.close()
+        if self._journal is None:
+            return
+        with contextlib.suppress(OSError):
+            if not self.journal.stat().st_size:
+                self.journal.unlink()
+        self._journal.close()
 
     def __enter__(self) -> Results:
         return self

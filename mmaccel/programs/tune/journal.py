@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from ...core.files import take_lock
+from ...core.files import AppendFile
 from ...errors import MmaccelError
 from ..resume import check_settings
 
@@ -19,7 +17,7 @@ _REMEDY = "give another file with --out (out=), or delete it"
 _LONGEST = 1 << 30
 
 
-class Journal:
+class Journal(AppendFile):
     """Storage of an Optuna study (a ``BaseJournalBackend``), for one process at a time.
 
     Every line is a digest and a JSON object. The digest covers the line and all before it, so a file that was mixed up, edited
@@ -34,20 +32,10 @@ class Journal:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        self.path = path
         self._logs: list[dict[str, Any]] = []
         self._digest = ""
+        super().__init__(path, "give another file with --out (out=)")
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
-        except OSError as error:
-            raise MmaccelError(f"Cannot write {str(path)!r} ({error.strerror}); {_REMEDY}.") from error
-        try:
-            if not path.is_file():
-                raise MmaccelError(f"Cannot write {str(path)!r} (it is no regular file); {_REMEDY}.")
-            if not take_lock(self._file, path):
-                raise MmaccelError(
-                    f"Another run writes to {str(path)!r}; wait for it, or give another file with --out (out=)."
-                )
             self._open(json.loads(json.dumps(settings)))
         except BaseException:
             self.close()
@@ -67,7 +55,7 @@ class Journal:
             self._digest = digest.decode()
             self._logs.append(json.loads(text))
             whole += len(line)
-        os.truncate(self._file, whole)
+        self.cut(whole)
         if not self._logs:
             self._append(settings)
         check_settings(self.path, self._logs[0], settings, _REMEDY)
@@ -81,16 +69,7 @@ class Journal:
 
     def _append(self, log: Mapping[str, Any]) -> None:
         line = self._line(log)
-        try:
-            written = os.write(self._file, line)
-            while written < len(line):
-                # a disk that is almost full takes a part only
-                written += os.write(self._file, line[written:])
-            os.fsync(self._file)
-        except OSError as error:
-            raise MmaccelError(
-                f"Cannot write {str(self.path)!r} ({error.strerror}); when that is mended, the same command goes on."
-            ) from error
+        self.append(line)
         digest, _, text = line.partition(b" ")
         self._digest = digest.decode()
         # as it is read back
@@ -105,16 +84,3 @@ class Journal:
         """Append operations; when this returns, they are on the disk."""
         for log in logs:
             self._append(log)
-
-    # --- for its owner ----------------------------------------------------------------------------------------
-    def close(self) -> None:
-        """Let another run write to the file."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from ...core.files import take_lock, write_whole
+from ...core.files import AppendFile, write_whole
 from ...errors import MmaccelError
 from ..identity import question_identity
 from .questions import VideoQuestion
@@ -20,7 +18,7 @@ Record = dict[str, Any]
 _TOLD = 8
 
 
-class AnswerFile:
+class AnswerFile(AppendFile):
     """A JSONL file that only grows: one record a line, each on the disk before the next is begun.
 
     Opened again after any end of the last run, it drops a line that was torn, and ``done`` holds what is answered. Records
@@ -37,16 +35,15 @@ class AnswerFile:
 
     def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
         # a link goes on pointing to the file, which is written anew where errors are dropped
-        self.path = Path(os.path.realpath(path))
-        self.beside = self.path.with_name(self.path.name + ".run.json")
+        where = Path(os.path.realpath(path))
+        self.beside = where.with_name(where.name + ".run.json")
         self.done: dict[str, Record] = {}
         #: by the names of questions, what their content is known by
         self._content: dict[str, str] = {}
-        if not self.path.absolute().parent.is_dir():
-            raise MmaccelError(f"The folder {str(self.path.absolute().parent)!r} does not exist; make it first.")
-        self._file = -1
+        if not where.absolute().parent.is_dir():
+            raise MmaccelError(f"The folder {str(where.absolute().parent)!r} does not exist; make it first.")
+        super().__init__(where, "give another file")
         try:
-            self._open()
             self._resume(json.loads(json.dumps(dict(settings))))
         except OSError as error:
             self.close()
@@ -54,13 +51,6 @@ class AnswerFile:
         except BaseException:
             self.close()
             raise
-
-    def _open(self) -> None:
-        if self.path.exists() and not self.path.is_file():
-            raise MmaccelError(f"Cannot write {str(self.path)!r} (it is no regular file); give another file.")
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
-        if not take_lock(self._file, self.path):
-            raise MmaccelError(f"Another run writes to {str(self.path)!r}; wait for it, or give another file.")
 
     def _resume(self, settings: Record) -> None:
         with open(self.path, "rb") as file:
@@ -91,11 +81,9 @@ class AnswerFile:
         if sum(map(len, left)) < end:
             # whole or not at all
             write_whole(self.path, b"".join(left))
-            self.close()
-            self._open()
-        elif end < len(held):
-            os.truncate(self._file, end)
-            os.fsync(self._file)
+            self.reopen()
+        else:
+            self.cut(end)
 
     def _compare(self, before: Record, settings: Record) -> None:
         """Refuse what answers of a run with the settings ``before`` must not be mixed with."""
@@ -132,8 +120,7 @@ class AnswerFile:
                 write_whole(self.path, b"".join(map(_line, left.values())))
             except OSError as error:
                 raise MmaccelError(f"Cannot write {str(self.path)!r} ({error.strerror}); give another file.") from error
-            self.close()
-            self._open()
+            self.reopen()
             self.done = left
         return changed
 
@@ -160,33 +147,8 @@ class AnswerFile:
             return
         if record["id"] in self._content and "error" not in record:
             record = {**record, "content": self._content[record["id"]]}
-        line, end = _line(record), os.fstat(self._file).st_size
-        try:
-            written = os.write(self._file, line)
-            while written < len(line):
-                # a disk that is almost full takes a part only
-                written += os.write(self._file, line[written:])
-            os.fsync(self._file)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                # what is torn or may not be on the disk is not there; if that fails as well, the next run sees to it
-                os.ftruncate(self._file, end)
-            raise MmaccelError(
-                f"Cannot write {str(self.path)!r} ({error.strerror}); when that is mended, the same command goes on."
-            ) from error
+        self.append(_line(record))
         self.done[record["id"]] = record
-
-    def close(self) -> None:
-        """Let go of the file."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def __enter__(self) -> AnswerFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
 
 def _line(record: Record) -> bytes:
