@@ -21,6 +21,7 @@ from mmaccel.cli import ask, doctor, main, selfcheck
 from mmaccel.cli.shared import needs
 from mmaccel.errors import MmaccelError
 from mmaccel.media import files as media
+from mmaccel.video import decode
 
 ROOT = Path(__file__).parent.parent
 
@@ -142,7 +143,7 @@ def test_ask_about_a_folder_of_frames(folder, capsys):
 
 
 def test_frames_come_in_the_order_of_their_numbers(folder):
-    clip = media.read_folder(folder / "frames", 12, 1.0)
+    clip = decode(folder / "frames", 12)
     assert np.array_equal(clip.frames, zoo.clip(12, 96, 64, 0))
     assert media.spaced(12, 4) == [1, 4, 7, 10]
     assert media.spaced(2, 4) == [0, 1]
@@ -158,7 +159,7 @@ def test_ask_about_a_video_file(folder, tmp_path, capsys):
         for frame in clip:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
-    read = media.read_video(path, 8)
+    read = decode(path, 8)
     assert (read.total, read.fps, read.indices) == (16, 4.0, [1, 3, 5, 7, 9, 11, 13, 15])
     assert np.abs(read.frames.astype(int) - clip[1::2]).mean() < 12
     argv = ["ask", "--model", folder / "qwen2_5_vl", "--max-new-tokens", 2, "--frames", 4, path, "what?", "--json"]
@@ -168,7 +169,7 @@ def test_ask_about_a_video_file(folder, tmp_path, capsys):
     for share in (0.1, 0.6):
         (tmp_path / "cut.mp4").write_bytes(data[: int(len(data) * share)])
         with pytest.raises(mmaccel.MmaccelError, match=r"cut\.mp4.*(breaks off after|broken)"):
-            media.read_video(tmp_path / "cut.mp4", 16)
+            decode(tmp_path / "cut.mp4", 16)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The wrappers of models and of image encoders that stand alone."""
+"""Wrappers that accelerate models and stand-alone image encoders."""
 
 from .encoder import EncoderAccelerator, accelerate_encoder, accelerated_encoder
 from .vlm import Accelerator, accelerate_vlm, accelerated, is_accelerated

@@ -1,4 +1,4 @@
-"""Image encoders without a language model behind them: :func:`accelerate_encoder`, for retrieval and embeddings."""
+"""Accelerate stand-alone image encoders, for retrieval and embeddings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class EncoderAccelerator(Handle):
-    """The handle ``model.mmaccel`` of an encoder: what was put on it, its statistics, and the way back.
+    """The handle ``model.mmaccel`` of an accelerated encoder: statistics, last reduction, removal.
 
     Examples
     --------
@@ -61,11 +61,11 @@ class EncoderAccelerator(Handle):
 
     @property
     def reduction(self) -> Reduction | None:
-        """What became of the patches of the last pictures, ``[N, patches]``; None if all of them stayed."""
+        """The reduction of the last pictures' patches, ``[N, patches]``; None if all stayed."""
         return None if self._merged is None else self._merged.reduction()
 
     def again(self) -> EncoderAccelerator:
-        """The same put on once more, after :meth:`remove`."""
+        """Accelerate the encoder again in the same way, after :meth:`remove`."""
         return EncoderAccelerator(self._model, self.recipe, self.plan.kernels)
 
     def _attach(self) -> None:

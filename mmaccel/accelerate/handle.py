@@ -1,4 +1,4 @@
-"""What the wrappers of models and of image encoders have in common: everything they put on, and the way back."""
+"""Base of the handles of accelerated models and encoders: installs hooks and removes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("mmaccel")
 
 
 class Handle:
-    """The handle ``model.mmaccel``.
+    """Base of the handle ``model.mmaccel``.
 
     Everything hangs on one instance: hooks on its modules, wrapped methods in its ``__dict__``, and the config that its
     attention modules see. Nothing is patched on a class, and the model's own config stays as it was.
@@ -40,19 +40,19 @@ class Handle:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe that is in force."""
+        """The active recipe."""
         return self.plan.recipe
 
     def __repr__(self) -> str:
-        """In one line, which the log shows too: what runs, and on what."""
+        """One line with the model and its recipe, which the log shows too."""
         return f"<mmaccel on {self.plan.towers.name}: {self.recipe}>"
 
     def again(self) -> Self:
-        """The same put on once more, after :meth:`remove`."""
+        """Accelerate the model again in the same way, after :meth:`remove`."""
         raise NotImplementedError
 
     def remove(self) -> None:
-        """Make the model exactly what it was: hooks, methods, attention implementation, this handle."""
+        """Restore the model: hooks, methods, attention implementation, this handle."""
         for undo in reversed(self._restore):
             undo()
         self._restore.clear()
@@ -60,7 +60,7 @@ class Handle:
 
     @classmethod
     def on(cls, model: Any) -> Self | None:
-        """The handle that is in force on ``model``; None on a bare model.
+        """The active handle of ``model``; None on a bare model.
 
         Raises
         ------
@@ -78,11 +78,11 @@ class Handle:
 
     @property
     def attached(self) -> bool:
-        """Whether :meth:`remove` has not been called."""
+        """Whether the handle is active: :meth:`remove` was not called."""
         return bool(self._restore)
 
     def check_attached(self) -> None:
-        """Raise when something that was installed is no longer there; called before every forward."""
+        """Raise if something that was installed is missing; called before every forward."""
         for plug in self._plugs:
             plug.check()
 
@@ -93,7 +93,7 @@ class Handle:
         )
 
     def _install(self) -> None:
-        """Put everything on the model, or nothing."""
+        """Install everything on the model, or nothing."""
         try:
             self._attach()
             self._model.__dict__["mmaccel"] = self
@@ -104,7 +104,7 @@ class Handle:
         self._log()
 
     def _log(self) -> None:
-        """Say what was resolved: the recipe, its stages as fitted to this model with their sites and budgets, and notes."""
+        """Log the fitted stages with their sites and budgets, and notes."""
         plan, recipe = self.plan, self.recipe
         logger.info("%s", self)
         for stage in plan.stages:
@@ -116,14 +116,14 @@ class Handle:
             logger.info("%s", note)
 
     def _attach(self) -> None:
-        """Hook, wrap and plug in what the plan needs."""
+        """Install the hooks, wrappers and attention functions of the plan."""
         raise NotImplementedError
 
     def _hook(self, *handles: Any) -> None:
         self._restore.extend(handle.remove for handle in handles)
 
     def _set(self, target: Any, name: str, value: Any) -> None:
-        """Shadow an attribute on the instance; undoing it brings back whatever the instance had."""
+        """Shadow an attribute of an instance; undone by :meth:`remove`."""
         had, before = name in target.__dict__, target.__dict__.get(name)
         target.__dict__[name] = value
 
@@ -144,7 +144,8 @@ class Handle:
         self._restore.append(plug.off)
 
     def _set_attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What the user sets goes below our attention function, and stays after :meth:`remove`."""
+        """Wrap ``set_attn_implementation``: the user's choice goes below our attention function, and stays after
+        :meth:`remove`."""
 
         @functools.wraps(original)
         def set_attn_implementation(*args: Any, **kwargs: Any) -> Any:
@@ -178,7 +179,7 @@ def check_model(model: Any) -> None:
 
 
 def exchange(previous: Handle | None, make: Callable[[], object]) -> None:
-    """Put on what ``make`` makes in place of ``previous``, which is put on again if that fails."""
+    """Replace the handle ``previous`` by what ``make`` installs; if that fails, install the previous one again."""
     if previous is not None:
         previous.remove()
     try:
@@ -191,7 +192,7 @@ def exchange(previous: Handle | None, make: Callable[[], object]) -> None:
 
 @contextmanager
 def restored(put: Callable[[], M], on: Callable[[], Handle | None]) -> Iterator[M]:
-    """What ``put`` returns for the length of a ``with`` block; then the handle that was ``on`` its model is put on again."""
+    """Context manager with what ``put`` returns; on exit it restores the handle that ``on`` returned before."""
     previous = on()
     try:
         yield put()

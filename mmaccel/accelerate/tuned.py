@@ -1,4 +1,4 @@
-"""Which model a recipe was found for."""
+"""Fingerprint of the model that a recipe was tuned for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..recipe import Recipe, TunedRecipe
 
 
 def fingerprint(model: Any) -> str:
-    """A digest that changes when weights do: names, shapes, and the first and last eight values of every tensor."""
+    """A digest of the weights: names, shapes, and the first and last eight values of every tensor."""
     digest = hashlib.sha256()
     for name, weight in model.state_dict().items():
         flat = weight.detach().reshape(-1)
@@ -22,7 +22,7 @@ def fingerprint(model: Any) -> str:
 
 
 def warn_of_another(model: Any, recipe: Recipe) -> None:
-    """Warn when a recipe was found for a model with other weights; what it keeps of the answers is not known then."""
+    """Warn if a recipe was tuned for a model with other weights; how many answers it keeps is then unknown."""
     if not isinstance(recipe, TunedRecipe) or any(weight.is_meta for weight in model.parameters()):
         # weights that are elsewhere cannot be looked at
         return

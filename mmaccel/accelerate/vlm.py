@@ -1,4 +1,4 @@
-"""The wrapper: :func:`accelerate_vlm`, its handle, and the context manager :func:`accelerated`."""
+"""Accelerate vision and video LLMs: :func:`accelerate_vlm`, its handle, and the context manager :func:`accelerated`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Accelerator(Handle):
-    """The handle ``model.mmaccel``: what was put on one model, its statistics, and the way back.
+    """The handle ``model.mmaccel`` of an accelerated model: statistics, last reduction, removal.
 
     Examples
     --------
@@ -101,7 +101,7 @@ class Accelerator(Handle):
 
     @property
     def history(self) -> list[StageResult]:
-        """The same stage by stage, in the order in which they worked."""
+        """The reductions stage by stage, in the order in which the stages worked."""
         return [] if self._result is None else list(self._result.history)
 
     def remove(self) -> None:
@@ -116,7 +116,7 @@ class Accelerator(Handle):
             self._last.plan = self.plan
 
     def again(self) -> Accelerator:
-        """The same put on once more, after :meth:`remove`."""
+        """Accelerate the model again in the same way, after :meth:`remove`."""
         return Accelerator(self._model, self.recipe, self.processor, self.kernels)
 
     # --- putting it on ----------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Accelerator(Handle):
 
     # --- while it runs ----------------------------------------------------------------------------------------
     def _call(self, asked: Any, cache: Any, opened_by: nn.Module | None = None) -> Call[ModelPlan]:
-        """The call of a call that is given ``mmaccel=asked``."""
+        """The call for an argument ``mmaccel=asked``."""
         plan = plan_for_call(self.plan, asked)
         state = state_of(cache)
         if asked is False and state is not None and state.seen:
@@ -201,7 +201,7 @@ class Accelerator(Handle):
         return generate
 
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A direct forward opens a call of its own; inside ``generate`` there is one already."""
+        """Open a call for a direct forward; ``generate`` has opened one already."""
         if pinned_of(kwargs) is not None:
             return None
         self._drop_stale(module)
@@ -216,8 +216,8 @@ class Accelerator(Handle):
         return args, kwargs
 
     def _drop_stale(self, module: nn.Module | None) -> None:
-        """A forward that was interrupted from the keyboard runs no hook at its end and leaves its call open; it is stale
-        when the same module, or ``generate`` (None), starts again."""
+        """Close a call that a keyboard interrupt left open; it is stale when the same module, or ``generate`` (None),
+        starts again."""
         call = current(self.plan)
         if (
             call is not None
@@ -312,7 +312,7 @@ def _warn_too_long(model: Any, call: Call[ModelPlan], given: Mapping[str, Any]) 
 
 
 class _Given:
-    """Generation arguments given to ``generate`` by keyword, read like a generation config."""
+    """Keyword arguments of ``generate``, read like a generation config."""
 
     def __init__(self, kwargs: Mapping[str, Any]) -> None:
         self._kwargs = kwargs
@@ -345,7 +345,7 @@ def _in_call(wrapper: Wrapper, plan: ModelPlan, original: Callable[..., Any]) ->
 
 
 def _show_dropped(model: nn.Module, output: Any, kwargs: Mapping[str, Any], dropped: Any) -> Any:
-    """The output of a forward with logits for dropped tokens, too."""
+    """The output of a forward, with logits at dropped tokens too."""
     # models without the argument ignore it
     hears = "logits_to_keep" in inspect.signature(type(model).forward).parameters
     kept = kwargs.get("logits_to_keep", 0) if hears else 0

@@ -1,1 +1,1 @@
-"""Visual tokens as data: where they stand in the prompt, how many stay, and which of them flow into which."""
+"""Visual tokens as data: their places in the prompt, budgets, and reductions; and small modules that every room uses."""

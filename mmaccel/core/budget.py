@@ -1,4 +1,4 @@
-"""Budgets: how many visual tokens stay, as exact whole numbers per picture and per unit."""
+"""Budgets: how many visual tokens stay, as exact integers per picture and per unit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_retain(retain: Retain, what: str = "retain") -> Retain:
 
 
 def budget_text(retain: Retain) -> str:
-    """A budget in words that say what it is: ``1`` is a count, ``1.0`` a ratio, and no two budgets have the same text."""
+    """A budget as unambiguous text: ``1`` is a count, ``1.0`` a ratio."""
     if isinstance(retain, int):
         return str(int(retain))
     short = f"{retain:g}" if float(f"{retain:g}") == retain else repr(float(retain))
@@ -51,7 +51,7 @@ def resolve(retain: Retain, size: int) -> int:
 
 
 def kept_whole(name: str, retain: Retain, sizes: list[int], what: str = "pictures or clips") -> list[str]:
-    """The note of the stage ``name`` where a count is more than some of ``sizes``: these are kept whole. Empty otherwise."""
+    """Note for the stage ``name`` if a count exceeds some of ``sizes``, which are kept whole; else empty."""
     small = [size for size in sizes if isinstance(retain, int) and size < retain]
     if not small:
         return []
@@ -124,5 +124,5 @@ def counts(
 
 
 def layer_at(layer: float, depth: int) -> int:
-    """A layer given by its number, or as a share of the ``depth``, rounded half up."""
+    """The layer of a number, or of a share of the ``depth``, rounded half up."""
     return layer if isinstance(layer, int) else int(layer * depth + 0.5)

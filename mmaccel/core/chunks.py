@@ -1,4 +1,4 @@
-"""Prompts in chunks, which are rows of a batch: how they are cut, and how neighbours join. All tensors are on the CPU."""
+"""Chunks of prompts as rows of a batch: cutting them, and joining neighbours. All tensors are on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .masks import true_last
 
 @dataclass(frozen=True)
 class Span:
-    """Where the middle of a prompt begins and ends among its tokens, and how many of them are one chunk at most."""
+    """The middle of a prompt, which is cut, and the largest size of a chunk."""
 
     begin: int
     end: int
@@ -23,14 +23,14 @@ class Span:
 
     @property
     def chunks(self) -> int:
-        """How many that makes; a prompt without a middle is one."""
+        """Number of chunks; 1 for a prompt without a middle."""
         return max(1, -(-(self.end - self.begin) // self.length))
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """The chunks of prompts, as rows of a batch. Each has what stands before the middle of its prompt and what stands behind
-    it, the shared tokens, and a part of the middle between them.
+    """Chunks of prompts as rows of a batch. Each has the shared tokens, those before and behind the middle of its
+    prompt, and a part of the middle between them.
 
     row : ``[R]`` long, the prompt of each chunk, rising.
     places : ``[R, q]`` long, where its tokens stand in the prompt, rising; -1 for padding, which is in front.
@@ -43,7 +43,7 @@ class Chunks:
 
     @staticmethod
     def cut(tokens: Sequence[Tensor], spans: Sequence[Span]) -> Chunks:
-        """The prompts whose ``tokens [n]`` stand at these places, long and rising, cut as the ``spans`` say."""
+        """Cut the prompts, whose ``tokens [n]`` (long, ascending) are at these places, by ``spans``."""
         row, places, shared = [], [], []
         for number, (mine, span) in enumerate(zip(tokens, spans, strict=True)):
             before, middle, behind = mine[: span.begin], mine[span.begin : span.end], mine[span.end :]
@@ -60,12 +60,12 @@ class Chunks:
 
     @property
     def padded(self) -> bool:
-        """Whether there is any padding."""
+        """Whether any row has padding."""
         return bool((self.places < 0).any())
 
     @cached_property
     def number(self) -> Tensor:
-        """``[R]`` long, which chunk of its prompt each is, counted from 0."""
+        """Index of each chunk in its prompt, ``[R]`` long."""
         return torch.arange(len(self.row)) - torch.searchsorted(self.row, self.row)
 
     def tables(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Join:
-    """How ``R`` chunks of ``q`` slots become ``r`` of ``w``; their slots are numbered over all of them.
+    """Mapping of ``R`` chunks of ``q`` slots to ``r`` chunks of ``w``; slots are numbered over all chunks.
 
     shape : ``R`` and ``q``.
     left : ``[r]`` long, the first chunk that goes into each.
@@ -128,7 +128,7 @@ class Join:
     second: Tensor
 
     def to(self, device: torch.device) -> Join:
-        """The same on a device, which the host does not wait for."""
+        """The join on a device, copied without waiting."""
         parts = (x.to(device, non_blocking=True) for x in (self.left, self.first, self.mean, self.second))
         return Join(self.shape, *parts)
 

@@ -1,4 +1,4 @@
-"""What a call left behind, as its user reads it: a dict whose keys are attributes too, one line, a table in a notebook."""
+"""Statistics of a call for its user: a dict with attribute access, a one-line repr, a table in notebooks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Figures(dict[str, Any]):
         return ", ".join(self._parts()) if self else "no call yet"
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dict of its own, as JSON takes it."""
+        """A plain dict copy, as JSON takes it."""
         return copy.deepcopy(dict(self))
 
     def _parts(self) -> Iterator[str]:
-        """What the line says, part by part."""
+        """Parts of the one-line repr."""
         raise NotImplementedError
 
     def _repr_html_(self) -> str:
@@ -152,7 +152,7 @@ def _time(seconds: float) -> str:
 
 
 def _cell(value: Any) -> str:
-    """A value as text: numbers with commas, seconds as times, the rest as it is."""
+    """A value as text: numbers with commas, seconds as times."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {_time(part)}" for name, part in value.items())
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Files that survive a crash: written whole or not at all, and locked against a second process."""
+"""Crash-safe files: written atomically, and locked against other processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ except ImportError:  # Windows has none; two runs on one file are then not told 
 
 
 def write_whole(path: Path, content: bytes | memoryview | Callable[[BinaryIO], object]) -> None:
-    """Write a file whole or not at all: into ``NAME.part`` first, which then takes the file's name.
+    """Write a file atomically, through ``NAME.part``.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ def take_lock(descriptor: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path, what: str, remedy: str) -> Iterator[None]:
-    """Hold the lock of the file ``path``, which is made where it is missing, as long as the block runs.
+    """Hold the lock of the file ``path`` during the block; creates the file if it is missing.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Which places of every row hold text, and which belong to which picture, segment and grid cell."""
+"""Layout of a prompt: which places hold text, and which belong to which picture, segment and grid cell."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Unit = Literal["segment", "tile", "picture"]
 
 @dataclass(frozen=True)
 class Tile:
-    """The tokens of one segment, before its place in the prompt is known.
+    """Tokens of one segment, before its place in the prompt is known.
 
     grid : (t, h, w) in tokens.
     cells : ``[n, 3]`` long, (t, row, column) of each token; -1 for tokens without a cell (newlines).
@@ -71,7 +71,7 @@ Picture = list[Tile]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a prompt has text, pictures and padding. All tensors are on the CPU.
+    """Places of text, pictures and padding in a prompt. All tensors are on the CPU.
 
     valid : ``[B, S]`` bool, False for padding.
     segments : ordered by modality, row and place.
@@ -182,7 +182,7 @@ def _film(part: list[Segment]) -> tuple[list[Tensor], list[int]]:
 
 
 def _apart(segment: Segment) -> list[Segment]:
-    """The stitched tiles of a segment that have tokens, as one segment each; their cells stay those of the stitched grid."""
+    """The stitched tiles of a segment that have tokens, one segment each; their cells stay those of the stitched grid."""
     tile = segment.tile
     if tile.part is None:
         return [segment]

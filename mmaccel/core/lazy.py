@@ -1,5 +1,5 @@
-"""Names of a package that are imported when they are asked for. The stub beside its ``__init__.py`` is the one list of them:
-type checkers and editors read it, and so does the package."""
+"""Lazy imports of a package. The stub beside its ``__init__.py`` is the one list of its names, for type checkers,
+editors and the package itself."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def in_stub(init: str) -> tuple[dict[str, str], list[str]]:
-    """What the stub of ``init``, the ``__file__`` of a package, imports from the package: by name its module, relative to the
-    package; and ``__all__`` of the stub."""
+    """Names in the stub of the package with file ``init``: a dict from name to its module, relative to the package, and
+    ``__all__``."""
     modules: dict[str, str] = {}
     public: list[str] = []
     for node in ast.parse(Path(init).with_suffix(".pyi").read_text(encoding="utf-8")).body:

@@ -1,4 +1,5 @@
-"""Masks and groups of slots: orders, ranks and choices along one axis, without waiting for the device unless said so."""
+"""Masks and groups of slots: orders, ranks and choices along one axis; they do not wait for the device unless they say
+so."""
 
 from __future__ import annotations
 

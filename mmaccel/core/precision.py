@@ -1,4 +1,4 @@
-"""Mixed precision: which dtype keys are stored in, and the part of a call that runs outside ``torch.autocast``."""
+"""Mixed precision: the dtype of stored keys, and code that runs outside ``torch.autocast``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def autocasts(device: torch.device) -> bool:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """A block that runs outside ``torch.autocast`` on ``device``.
+    """Context manager that turns ``torch.autocast`` off on ``device``.
 
     Methods, and what this package does with their results, state the dtype of every step. Autocast would run their matrix
     products in half precision and return other dtypes than they expect.
@@ -25,7 +25,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
 
 
 def in_attention_dtype(*states: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values in the one dtype in which attention computes; the values come last.
+    """Queries, keys and values (last) in the dtype in which attention computes.
 
     Under ``torch.autocast`` that is its dtype: rotary embeddings of a float32 model turn queries and keys into float32 while
     the values are half precision, and every attention implementation casts all of them back. Otherwise it is the dtype of the

@@ -1,4 +1,4 @@
-"""Reductions: which visual tokens stay, and how the others flow into them.
+"""Reductions: which visual tokens stay, and how the others are merged into them.
 
 A :class:`Reduction` is data: a sparse linear map on a padded batch of token sets. It is written in *slot coordinates*:
 inputs and outputs are both addressed by the slot (index along the token axis) they have in the input, so that a merged
@@ -42,8 +42,8 @@ class Links:
 
 @dataclass(frozen=True)
 class Residual:
-    """What is added to kept tokens, behind all merging: ``values [U, n, D]`` at ``batch [U, n]`` and ``slot [U, n]``, both
-    long; nothing where ``slot`` is -1."""
+    """Values added to kept tokens after all merging: ``values [U, n, D]`` at ``batch [U, n]`` and ``slot [U, n]``, both
+    long; none where ``slot`` is -1."""
 
     batch: Tensor
     slot: Tensor
@@ -51,13 +51,13 @@ class Residual:
 
     @staticmethod
     def to(kept: Tensor, values: Tensor) -> Residual:
-        """To the slots ``kept [N, n]`` bool: their ``values [N, n, D]``."""
+        """The ``values [N, n, D]`` at the slots ``kept [N, n]`` bool."""
         slots = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
         rows = torch.arange(len(kept), device=kept.device)[:, None].expand_as(kept)
         return Residual(rows, slots.masked_fill(~kept, -1), values)
 
     def add(self, x: Tensor) -> Tensor:
-        """``x [B, S, D]`` with the values added."""
+        """``x [B, S, D]`` plus the values."""
         # nothing is added to a slot each: a GPU would add all of it to a single one in turn
         spread = torch.arange(self.slot.shape[1], device=self.slot.device) % x.shape[1]
         slot = torch.where(self.slot < 0, spread, self.slot)
@@ -102,7 +102,7 @@ class Reduction:
     # --- constructors -----------------------------------------------------------------------------------------
     @staticmethod
     def identity(valid: Tensor) -> Reduction:
-        """Everything stays. ``valid [N, n]`` bool."""
+        """The reduction that keeps everything. ``valid [N, n]`` bool."""
         return Reduction(valid, valid)
 
     @staticmethod
@@ -140,7 +140,7 @@ class Reduction:
 
     @property
     def is_identity(self) -> bool:
-        """Whether nothing is dropped and nothing merged."""
+        """Whether it drops and merges nothing."""
         return self.links is None and bool(torch.equal(self.kept, self.valid))
 
     def cpu(self) -> Reduction:
@@ -164,7 +164,7 @@ class Reduction:
         return Reduction(kept, valid, links, residual)
 
     def full_links(self) -> Links:
-        """The links of every kept slot; those without a link get one to themselves, of weight one."""
+        """Links of every kept slot; a slot without a link gets one to itself of weight one."""
         batch, slot = self.kept.nonzero(as_tuple=True)
         if self.links is None:
             return Links(batch, slot, slot, torch.ones(len(slot), device=slot.device))

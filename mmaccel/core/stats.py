@@ -15,7 +15,7 @@ from .figures import CallStats
 
 @dataclass
 class Stage:
-    """What one stage of the recipe did in one call, in visual tokens summed over rows.
+    """Figures of one stage of the recipe in one call, in visual tokens summed over rows.
 
     ``tokens_in`` reached it, the budget resolved to ``resolved`` (None where the content decides, see the notes), and
     ``tokens_kept`` stayed. At site ``cache`` these are keys of a layer, mean over layers and heads; for a stand-alone encoder
@@ -31,8 +31,8 @@ class Stage:
 
 
 class Clock:
-    """Seconds per name. On CUDA it records events on the current stream of the device, and waits for them only when it is
-    read."""
+    """Timer of named parts in seconds. On CUDA it records events on the current stream, and waits for them only when it
+    is read."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -40,7 +40,7 @@ class Clock:
 
     @contextmanager
     def measure(self, name: str, device: torch.device | None = None, times: float = 1.0) -> Iterator[None]:
-        """Add the time of the block to ``name``, so many times: for work that is done again and again and timed once."""
+        """Add ``times`` times the duration of the block to ``name``, for work that is repeated and timed once."""
         begin = self.start(device)
         try:
             yield
@@ -57,7 +57,7 @@ class Clock:
         return time.perf_counter()
 
     def stop(self, name: str, begin: torch.cuda.Event | float, times: float = 1.0) -> None:
-        """Add the time since ``begin`` to ``name``, so many times."""
+        """Add ``times`` times the duration since ``begin`` to ``name``."""
         if isinstance(begin, float):
             self._seconds[name] = self._seconds.get(name, 0.0) + (time.perf_counter() - begin) * times
         else:
@@ -69,7 +69,7 @@ class Clock:
                 self._add()
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by name, those on the device included."""
+        """Seconds by name, including those on the device."""
         while self._events:
             self._events[0][2].synchronize()
             self._add()
@@ -100,7 +100,7 @@ class Stats:
     clock: Clock = field(default_factory=Clock)
 
     def as_dict(self) -> CallStats:
-        """The figures as their user reads them."""
+        """The figures for the user."""
         layers = self.layer_tokens
         return CallStats(
             recipe=self.recipe,

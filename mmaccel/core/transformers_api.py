@@ -1,4 +1,4 @@
-"""What mmaccel uses of transformers, by the names that the installed version has: the one place for what releases rename.
+"""All that mmaccel uses of transformers by name, for every supported version.
 
 Every class and function is imported when it is asked for, since importing transformers takes seconds, and one that is missing
 is named in one sentence.
@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
 
 
 def too_old() -> str | None:
-    """What to do where the installed version is older than those that mmaccel supports; None where it is not."""
+    """A sentence with a remedy if the installed version is older than the supported ones; else None."""
     found, oldest = metadata.version("transformers"), TESTED[0]
     if _number(found) >= oldest:
         return None
@@ -74,7 +74,7 @@ def too_old() -> str | None:
 
 
 def untested() -> str | None:
-    """What to know where the installed version is newer than those that the tests ran on; None where it is not."""
+    """A sentence if the installed version is newer than the tested ones; else None."""
     found, newest = metadata.version("transformers"), TESTED[1]
     if _number(found) <= newest:
         return None
@@ -82,7 +82,7 @@ def untested() -> str | None:
 
 
 def missing() -> list[str]:
-    """Everything that mmaccel needs and the installed transformers does not have, as dotted names."""
+    """Names that mmaccel needs and the installed transformers lacks, dotted."""
     lacking = []
     for name, module in _MODULE_OF.items():
         try:

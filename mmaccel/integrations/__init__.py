@@ -1,1 +1,1 @@
-"""mmaccel inside other people's programs; nothing here is imported unless that program asks for it."""
+"""Integrations with other programs: lmms-eval and vLLM. They are imported only when that program asks for them."""

@@ -43,7 +43,7 @@ _MODELS = {
 
 
 def manifests() -> list[ModelManifest]:
-    """What lmms-eval is to know of our models; the payload of the entry point."""
+    """Model manifests for lmms-eval; the payload of the entry point."""
     from lmms_eval.models.registry_v2 import ModelManifest
 
     def path(name: str) -> str | None:
@@ -57,7 +57,7 @@ def manifests() -> list[ModelManifest]:
 
 @contextmanager
 def _said_plainly() -> Iterator[None]:
-    """User errors leave as ``SystemExit``, one sentence and exit status 1.
+    """Exit with one sentence and status 1 on a user error.
 
     lmms-eval catches every ``Exception``: while a model is made, to print a stack trace and exit with status 0; while it
     generates, to go on with an empty answer, which would be judged as if the model had given it.
@@ -69,7 +69,7 @@ def _said_plainly() -> Iterator[None]:
 
 
 class Accelerated:
-    """Goes before a wrapper of lmms-eval and puts a recipe on its model once that is loaded.
+    """Mix-in in front of an lmms-eval wrapper: applies a recipe to its model once it is loaded.
 
     Parameters
     ----------

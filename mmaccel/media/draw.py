@@ -1,4 +1,4 @@
-"""Drawing a reduction over the picture it was made from."""
+"""Draw a reduction over its picture."""
 
 from __future__ import annotations
 

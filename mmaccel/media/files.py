@@ -1,4 +1,4 @@
-"""Pictures and clips from files, and prompts about them as inputs of ``generate``."""
+"""Load pictures and clips, and encode prompts about them as inputs of ``generate``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PIXELS = re.compile(r"[<\[].*(ima?ge?|video|vision|row_\d+_col_\d+)", re.IGNORE
 
 
 def load_media(paths: list[Path], frames: int, fps: float) -> tuple[list[Any], Clip | None]:
-    """The pictures (PIL) and the clip among ``paths``.
+    """Load the pictures (PIL) and the clip among ``paths``.
 
     Raises
     ------
@@ -79,16 +79,6 @@ def _begins(path: Path) -> str | None:
         return None
 
 
-def read_folder(folder: Path, count: int, fps: float) -> Clip:
-    """At most ``count`` evenly spaced pictures of a folder as a clip; ``frame10`` comes after ``frame9``."""
-    return decode(folder, count, folder_fps=fps)
-
-
-def read_video(path: Path, count: int) -> Clip:
-    """At most ``count`` evenly spaced frames of a video file; see :func:`mmaccel.video.decode`."""
-    return decode(path, count)
-
-
 @dataclasses.dataclass(frozen=True)
 class Chat:
     """Messages as chat templates take them, ``{"role": ..., "content": [part, ...]}``, whose parts ``{"type": "image"}`` and
@@ -106,7 +96,7 @@ class Chat:
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One question about pictures or a clip, after the questions and answers of ``earlier`` turns about the same."""
+    """One question about pictures or a clip, with ``earlier`` questions and answers about the same."""
 
     question: str
     pictures: tuple[PILImage, ...] = ()
@@ -114,7 +104,7 @@ class Prompt:
     earlier: tuple[tuple[str, str], ...] = ()
 
     def chat(self) -> Chat:
-        """As a chat; pictures and clip stand before the first question."""
+        """The prompt as a chat, with pictures and clip before the first question."""
         shown = [{"type": "image"}] * len(self.pictures) + [{"type": "video"}] * (self.clip is not None)
         chat = []
         for question, answer in self.earlier:
@@ -126,7 +116,7 @@ class Prompt:
 
 
 def encode(processor: Any, prompts: Sequence[Prompt | Chat]) -> Any:
-    """Inputs of ``generate`` for a batch of prompts with equally many pictures and clips, padded on the left.
+    """Encode a batch of prompts with equally many pictures and clips as inputs of ``generate``, padded on the left.
 
     Raises
     ------
@@ -183,7 +173,7 @@ def encode(processor: Any, prompts: Sequence[Prompt | Chat]) -> Any:
 
 
 def check_words(processor: Any, texts: Sequence[Any]) -> None:
-    """See that ``texts`` of questions are text which the processor does not take for pixels.
+    """Validate that ``texts`` are text without placeholders of pixels.
 
     Raises
     ------
@@ -244,7 +234,5 @@ __all__ = [
     "is_media",
     "load_media",
     "moves",
-    "read_folder",
-    "read_video",
     "spaced",
 ]

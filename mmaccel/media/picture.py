@@ -1,5 +1,4 @@
-"""Pictures from files, addresses, bytes, arrays and PIL as upright RGB; nothing here needs torch, which decoding processes do
-without."""
+"""Load pictures from files, addresses, bytes, arrays and PIL as upright RGB, without importing torch."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ _PATH = 1024
 
 @dataclass(frozen=True)
 class PictureLimits:
-    """What is checked before a picture is decoded.
+    """Limits that are checked before a picture is decoded.
 
     side : pixels of the longer side.
     pixels : width times height.
@@ -57,7 +56,7 @@ LIMITS = PictureLimits(65_536, 150_000_000, 1000)
 
 
 def load_picture(source: Any, limits: PictureLimits = LIMITS) -> PILImage:
-    """The picture as models are shown it: RGB with 8 bits, upright by its EXIF orientation, on white where it is transparent.
+    """Load a picture as models see it: 8-bit RGB, upright by its EXIF orientation, on white where it is transparent.
 
     Parameters
     ----------
@@ -141,7 +140,7 @@ def _plain(image: PILImage, name: str, limits: PictureLimits) -> PILImage:
 
 
 def check_size(size: tuple[int, int], name: str, limits: PictureLimits) -> None:
-    """See that a picture of ``size`` (width, height) is within its limits.
+    """Validate that a picture of ``size`` (width, height) is within its limits.
 
     Raises
     ------
@@ -186,7 +185,7 @@ def _eight_bits(image: PILImage, name: str) -> PILImage:
 
 
 def _on_white(image: PILImage) -> PILImage:
-    """As RGB."""
+    """Convert to RGB on a white background."""
     if not image.has_transparency_data:
         return image.convert("RGB")
     if image.mode == "La":
@@ -267,7 +266,7 @@ def _downloaded(url: str, name: str) -> BytesIO:
 
 
 def _unpacked(text: str, name: str) -> BytesIO:
-    """The bytes of a data: address, or of text in base64; either alphabet, with line breaks or without."""
+    """Decode a data: address or base64 text, in either alphabet, with or without line breaks."""
     head, _, body = text.partition(",") if text.startswith("data:") else (";base64", "", text)
     found = unquote_to_bytes(body)
     if head.endswith(";base64"):
@@ -280,7 +279,7 @@ def _unpacked(text: str, name: str) -> BytesIO:
 
 
 def first_line(error: Exception) -> str:
-    """Of what an error says, or its name."""
+    """The first line of an error message, or the name of the error."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

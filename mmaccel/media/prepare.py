@@ -1,4 +1,4 @@
-"""Site ``frames``: what must happen to pixels before the processor, which fixes the number of placeholders."""
+"""Processors that apply the ``frames`` methods of a recipe to pixels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Stages = tuple[tuple[FramesMethod, float], ...]
 
 
 def prepare(processor: Any, recipe: RecipeLike = "balanced", *, retain: float | None = None, **overrides: Any) -> Any:
-    """A processor that applies a recipe's ``frames`` methods to pictures and clips before it does its own work.
+    """Wrap a processor so that it applies a recipe's ``frames`` methods to pictures and clips first.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ def _call(cls: Any, stages: Stages) -> Callable[..., Any]:
 
 
 def _pictures(images: Any, stages: Stages) -> Any:
-    """Every picture of a nested list, reduced; lists keep their shape, and arrays and tensors their layout."""
+    """Reduce every picture of a nested list; lists keep their shape, arrays and tensors their layout."""
     if isinstance(images, (list, tuple)):
         return [_pictures(image, stages) for image in images]
     if isinstance(images, (np.ndarray, torch.Tensor)) and images.ndim >= 4:
@@ -169,7 +169,7 @@ def _clips(videos: Any) -> Any:
 
 
 def _video_hooks(cls: type, stages: Stages) -> dict[str, Any]:
-    """What a prepared video processor does differently; nothing for a processor of another kind."""
+    """Overrides of a prepared video processor; empty for other processors."""
     if not hasattr(cls, "fetch_videos"):
         return {}
     if not hasattr(cls, "_decode_and_sample_videos"):
@@ -225,7 +225,7 @@ def _clip(clip: Any, metadata: Any, stages: Stages) -> tuple[Any, Any]:
 
 
 def _shown(method: FramesMethod, frames: np.ndarray, retain: float) -> np.ndarray:
-    """The frames ``[T', H, W, 3]`` uint8 that a method shows in place of ``frames``."""
+    """The frames ``[T', H, W, 3]`` uint8 with which a method replaces ``frames``."""
     made = method.clip(frames, retain)
     if not isinstance(made, np.ndarray) or made.ndim != 4 or made.shape[3] != 3 or made.dtype != np.uint8:
         refuse(method, "clip()", described(made), "a uint8 array of shape (frames, height, width, 3)")

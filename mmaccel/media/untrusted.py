@@ -1,4 +1,4 @@
-"""Pictures and clips that strangers sent: what is refused is refused in one sentence, which names no path of ours."""
+"""Decode pictures and clips that strangers sent; errors are one sentence and name no path of this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIMITS = PictureLimits(20_000, 40_000_000, 200, PICTURES)
 
 
 def picture(path: str | Path) -> PILImage:
-    """The picture as :func:`~mmaccel.media.picture.load_picture` gives it.
+    """Load an untrusted picture as :func:`~mmaccel.media.picture.load_picture` does.
 
     Raises
     ------
@@ -46,7 +46,7 @@ def picture(path: str | Path) -> PILImage:
 
 
 def pixels(path: str | Path) -> int:
-    """How many pixels a picture says that it has; none of what is no picture."""
+    """Number of pixels in a picture's header; 0 if it is not a picture."""
     try:
         with Image.open(path, formats=PICTURES) as opened:
             return opened.width * opened.height
@@ -64,7 +64,7 @@ def clip(
     memory: int = MEMORY,
     begun: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
 ) -> Clip:
-    """At most ``frames`` frames of the clip, decoded in a process that can be killed, in ``seconds`` and ``memory`` bytes.
+    """Decode at most ``frames`` frames of a clip in a subprocess, within ``seconds`` and ``memory`` bytes.
 
     ``path`` may be a folder of frames. ``begun`` is told of every process that decodes.
 
@@ -89,7 +89,7 @@ def clip(
 
 
 def weigh(path: str | Path) -> None:
-    """Raise :class:`MmaccelError` if a file is larger than is taken."""
+    """Raise :class:`MmaccelError` if a file is too large."""
     size = Path(path).stat().st_size
     if size > UPLOAD:
         raise MmaccelError(f"The file has {size >> 20} MiB; at most {UPLOAD >> 20} are taken.")

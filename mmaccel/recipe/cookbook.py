@@ -1,4 +1,4 @@
-"""Papers that span sites, as recipes by name with the papers' defaults.
+"""Recipes of papers that span sites, with the papers' defaults.
 
 Layers in papers are counted in models of 28 or 32; here they are shares of the depth, so that a recipe fits any model. A
 paper of one method is the recipe of that method and needs no entry.

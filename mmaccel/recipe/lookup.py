@@ -1,4 +1,4 @@
-"""Recipes by name: the composed ones, one for every method alone, and those the user writes."""
+"""Find recipes by name, and build them from what a user gives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RecipeLike: TypeAlias = "Part | Sequence[Part] | Iterator[Part]"
 
 
 def recipes() -> dict[str, Recipe]:
-    """All recipes by name: the composed ones, and one for every method alone.
+    """All recipes by name: composed ones, and one for every method alone.
 
     Examples
     --------
@@ -47,7 +47,7 @@ def get_recipe(
     proportional: Proportional | None = None,
     **options: Any,
 ) -> Recipe:
-    """A recipe, from whatever says what is to run.
+    """The recipe that a name, method, stage, mapping, file or list of these describes.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ def _recipe(which: Any) -> Recipe:
 
 
 def _text(path: Path) -> str:
-    """The content of a recipe's file, which may come from a stranger."""
+    """The content of a recipe file, which may be hostile."""
     try:
         about = path.stat()
         if not path.is_file():
@@ -133,7 +133,7 @@ def _text(path: Path) -> str:
 
 
 def _is_selector(which: str | Path) -> bool:
-    """Whether a path is the folder of a selector, as ``mmaccel distil`` writes it."""
+    """Whether a path is a selector's folder, as ``mmaccel distil`` writes it."""
     try:
         return (Path(which) / _SELECTOR).is_file()
     except (OSError, ValueError):
@@ -146,7 +146,7 @@ def _alone(method: type[Method], stage: Stage) -> Recipe:
 
 
 def _of_method(which: Method | type[Method]) -> Recipe:
-    """The recipe of a class, or of an instance with its options."""
+    """The recipe of a method class, or of an instance with its options."""
     kind = which if isinstance(which, type) else type(which)
     name = getattr(kind, "name", None)
     if methods().get(name or "") is not kind:

@@ -52,13 +52,13 @@ class Stage:
         return f"Stage({', '.join([*told, *([repr(dict(self.options))] if self.options else [])])})"
 
     def __str__(self) -> str:
-        """In words: ``fastv 50 %, layer=3``."""
+        """Readable form: ``fastv 50 %, layer=3``."""
         kept = self.retain
         budget = "" if kept is None else f" {kept} a picture" if isinstance(kept, int) else f" {100 * kept:.3g} %"
         return ", ".join([f"{self.method}{budget}", *(f"{name}={value!r}" for name, value in self.options.items())])
 
     def build(self) -> Method:
-        """The method, checked.
+        """The method with its options, validated.
 
         Raises
         ------
@@ -88,7 +88,7 @@ class Stage:
 
 @dataclass(frozen=True, repr=False)
 class Recipe:
-    """A frozen value: stages in the order of their sites, and what holds for all of them.
+    """A frozen recipe: stages in the order of their sites, and settings of the whole recipe.
 
     Parameters
     ----------
@@ -162,18 +162,19 @@ class Recipe:
                 )
 
     def __repr__(self) -> str:
-        """What makes it another recipe than a default one; summary and paper are left to :meth:`describe`."""
+        """Name, stages and settings that differ from the defaults; :meth:`describe` adds summary and paper."""
         return f"Recipe({', '.join([repr(self.name), *([repr(self.stages)] if self.stages else []), *self.settings])})"
 
     def __str__(self) -> str:
-        """In words, as one line: ``dycoke (dycoke-ttm 47.5 %; dycoke-cache 30 %)``, and whatever else is not as by default."""
+        """Readable form in one line: ``dycoke (dycoke-ttm 47.5 %; dycoke-cache 30 %)``, with settings that differ from
+        the defaults."""
         if [stage.method for stage in self.stages] == [self.name]:
             return ", ".join([str(self.stages[0]), *self.settings])
         return f"{self.name} ({'; '.join([*map(str, self.stages), *self.settings]) or 'nothing is dropped'})"
 
     @property
     def settings(self) -> list[str]:
-        """What holds for all stages and is not as by default, as it is written in Python: ``positions='paper'``."""
+        """Settings that differ from the defaults, as written in Python: ``positions='paper'``."""
         words = ("name", "stages", *_WORDS)
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in words}
         return [f"{name}={value!r}" for name, value in values.items() if value != getattr(Recipe, name)]
@@ -255,7 +256,7 @@ class Recipe:
         return dataclasses.replace(self, stages=tuple(stages))
 
     def build(self) -> list[tuple[Stage, Method]]:
-        """Every stage with its method, checked together.
+        """Every stage with its method, validated together.
 
         Raises
         ------
@@ -339,7 +340,7 @@ class Recipe:
 
 @dataclass(frozen=True, repr=False)
 class TunedRecipe(Recipe):
-    """A recipe that was found for one model, as ``mmaccel tune`` writes it.
+    """A recipe tuned for one model, as ``mmaccel tune`` writes it.
 
     tuned : ``model``, the fingerprint of that model, by which another one is told; the rest is what was measured.
     """
@@ -348,7 +349,7 @@ class TunedRecipe(Recipe):
 
     @staticmethod
     def of(recipe: Recipe, name: str, tuned: Mapping[str, Any]) -> TunedRecipe:
-        """A recipe under another name, with what was measured of it."""
+        """A copy of a recipe under another name, with its measurements."""
         values = {one.name: getattr(recipe, one.name) for one in dataclasses.fields(Recipe)}
         return TunedRecipe(**{**values, "name": name}, tuned=tuned)
 
@@ -384,12 +385,12 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _tuples(value: Any) -> Any:
-    """A value with tuples for its lists, and for those in them."""
+    """A value with lists replaced by tuples, recursively."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether ``value`` has the type that an option was declared with; which values make sense, the method knows."""
+    """Whether ``value`` has the declared type of an option; the method checks its range."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, arg) for arg in args)
@@ -452,7 +453,7 @@ def _fields(data: Any, cls: type, what: str) -> dict[str, Any]:
 
 
 def _in_proportion(retain: Retain | None, before: Retain, after: Retain) -> Retain | None:
-    """A stage's budget when that of the anchor goes from ``before`` to ``after``; of one token a picture one stays."""
+    """Budget of a stage when that of the anchor changes from ``before`` to ``after``; of one token a picture one stays."""
     if retain is None or (isinstance(retain, int) and retain == 1):
         return retain
     share = Fraction(str(retain)) / Fraction(str(before)) * Fraction(str(after))
@@ -460,7 +461,7 @@ def _in_proportion(retain: Retain | None, before: Retain, after: Retain) -> Reta
 
 
 def _by_power(retain: Retain | None, before: Retain, after: Retain) -> Retain | None:
-    """The same where in proportion a stage would have nothing to drop: as where each stage drops the same share."""
+    """Budget of a stage with all shares raised to one power, used where in proportion some stage would drop nothing."""
     if not (isinstance(retain, float) and 0 < retain < 1):
         return retain
     return round(retain ** (math.log(after) / math.log(before)), 6)

@@ -1,4 +1,4 @@
-"""The suite as files: one JSONL line an item, pictures as PNG, clips as mp4; and the way back."""
+"""Suite files: one JSONL line an item, pictures as PNG, clips as mp4."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _sample(line: str, folder: Path) -> Sample:
 
 
 def _text(record: dict[str, Any], field: str) -> str:
-    """A text field, empty where it is missing or null."""
+    """A text field; empty if it is missing or null."""
     value = record.get(field)
     if value is not None and not isinstance(value, str):
         raise ValueError(f"the field {field!r} must be text")
@@ -126,7 +126,7 @@ def _text(record: dict[str, Any], field: str) -> str:
 
 
 def read_samples(path: Path) -> tuple[list[Sample], list[str]]:
-    """Read a JSONL set: the samples, and one complaint (with its line number) for every line that is none.
+    """Read a JSONL set: the samples, and one complaint with its line number for every invalid line.
 
     Of two lines with one ``id`` the second is none.
 
@@ -159,7 +159,7 @@ def read_samples(path: Path) -> tuple[list[Sample], list[str]]:
 
 
 def _line(where: str, known: Container[str]) -> str:
-    """The name of a line without an id: ``line 5``, unless that is the id of another."""
+    """Name of a line without an id: ``line 5``, unless another line has that id."""
     name = where.rpartition(", ")[2]
     while name in known:
         name += "'"

@@ -1,4 +1,4 @@
-"""The items of the suite: one or two pictures or a clip, the questions about them, and how an answer is judged."""
+"""Items of the suite: one or two pictures or a clip, questions about them, and the check of answers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Item:
 
 
 def _balanced(turns: Sequence[Turn], rng: Rng) -> Turn:
-    """One of the turns; every answer is as likely as every other, so that guessing the usual one does not pay."""
+    """One of the turns, chosen so that every answer is equally likely and guessing the usual one does not pay."""
     answer = rng.pick(sorted({turn.answer for turn in turns}))
     return rng.pick([turn for turn in turns if turn.answer == answer])
 
@@ -112,7 +112,7 @@ def overlap(box: Box, other: Box) -> float:
 
 
 def is_right(answer: str, expected: str) -> bool:
-    """Whether an answer is right: the same words, whatever their case and final stop; a box needs an overlap of 0.5."""
+    """Whether an answer is right: the same words, ignoring case and a final stop; a box needs an overlap of 0.5."""
     box = read_box(expected)
     if box is not None:
         given = read_box(answer)

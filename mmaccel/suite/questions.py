@@ -33,7 +33,7 @@ def write_box(box: Box) -> str:
 
 
 def read_box(text: str) -> Box | None:
-    """The box in an answer, or None when the answer is no box."""
+    """The box in an answer, or None."""
     try:
         left, top, right, bottom = (float(word) for word in text.split())
     except ValueError:
@@ -47,14 +47,14 @@ def _named(things: tuple[Thing, ...], attribute: str) -> list[Thing]:
 
 
 def colour(scene: Scene, rng: Rng) -> list[Turn]:
-    """What colour is the only thing of its shape."""
+    """Ask for the colour of the only thing of its shape."""
     return [
         Turn("colour", f"what colour is the {thing.shape} ?", thing.colour) for thing in _named(scene.things, "shape")
     ]
 
 
 def shape(scene: Scene, rng: Rng) -> list[Turn]:
-    """What shape is the only thing of its colour."""
+    """Ask for the shape of the only thing of its colour."""
     return [
         Turn("shape", f"what shape is the {thing.colour} object ?", thing.shape)
         for thing in _named(scene.things, "colour")
@@ -62,7 +62,7 @@ def shape(scene: Scene, rng: Rng) -> list[Turn]:
 
 
 def count(scene: Scene, rng: Rng) -> list[Turn]:
-    """How many things there are, in all, of a shape, of a colour."""
+    """Ask how many things there are: in all, of a shape, of a colour."""
     turns = [Turn("count", "how many objects are there ?", str(len(scene.things)), "all")]
     shapes, colours = [thing.shape for thing in scene.things], [thing.colour for thing in scene.things]
     for name in {**dict.fromkeys(shapes), rng.pick(SHAPES): None}:
@@ -73,7 +73,7 @@ def count(scene: Scene, rng: Rng) -> list[Turn]:
 
 
 def existence(scene: Scene, rng: Rng) -> list[Turn]:
-    """Whether a thing is there; the absent ones share their colour or their shape with a present one."""
+    """Ask whether a thing is there; absent ones share their colour or shape with a present one."""
     present = {thing.name for thing in scene.things}
     turns = []
     for thing in scene.things:
@@ -86,7 +86,7 @@ def existence(scene: Scene, rng: Rng) -> list[Turn]:
 
 
 def side_of(thing: Thing, other: Thing) -> str | None:
-    """On which side of the other the thing lies, or None when that is not clear."""
+    """The side of the other thing on which a thing lies, or None if that is not clear."""
     across, down = (mine - its for mine, its in zip(thing.centre, other.centre, strict=True))
     if max(abs(across), abs(down)) < 0.18 or min(abs(across), abs(down)) > 0.6 * max(abs(across), abs(down)):
         return None
@@ -96,7 +96,7 @@ def side_of(thing: Thing, other: Thing) -> str | None:
 
 
 def relation(scene: Scene, rng: Rng) -> list[Turn]:
-    """On which side of one thing another lies, asked openly and as yes or no."""
+    """Ask on which side of one thing another lies, openly and as yes or no."""
     opposite = {"left": "right", "right": "left", "above": "below", "below": "above"}
     turns = []
     for thing in (unique := scene.unique()):
@@ -111,7 +111,7 @@ def relation(scene: Scene, rng: Rng) -> list[Turn]:
 
 
 def reading(scene: Scene, rng: Rng) -> list[Turn]:
-    """Which character is written on a thing, and which code on the sign."""
+    """Ask for the character on a thing, and for the code on the sign."""
     turns = [
         Turn("reading", f"which character is on the {thing.name} ?", thing.character, thing.size)
         for thing in scene.unique()
@@ -123,12 +123,12 @@ def reading(scene: Scene, rng: Rng) -> list[Turn]:
 
 
 def grounding(scene: Scene, rng: Rng) -> list[Turn]:
-    """The box of a thing."""
+    """Ask for the box of a thing."""
     return [Turn("grounding", f"where is the {thing.name} ?", write_box(thing.box)) for thing in scene.unique()]
 
 
 def description(scene: Scene) -> Turn:
-    """The whole scene in a fixed order: box, name and character of every thing from the left, then the sign."""
+    """Ask for the whole scene in a fixed order: box, name and character of every thing from the left, then the sign."""
     parts = [f"{write_box(thing.box)} {thing.name} {thing.character or 'plain'} ;" for thing in scene.ordered()]
     if scene.sign:
         parts.append(f"{write_box(scene.sign.box)} sign {' '.join(scene.sign.text)} ;")
@@ -148,7 +148,7 @@ PICTURE_TASKS: dict[str, Callable[[Scene, Rng], list[Turn]]] = {
 
 
 def comparison(first: Scene, second: Scene, rng: Rng) -> list[Turn]:
-    """Questions that need both of two pictures."""
+    """Ask questions that need both of two pictures."""
     one, two = len(first.things), len(second.things)
     more = "neither" if one == two else "first" if one > two else "second"
     turns = [Turn("comparison", "which picture has more objects ?", more, "more")]

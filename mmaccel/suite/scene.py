@@ -1,4 +1,4 @@
-"""Scenes: what is in a picture, how it is drawn, and which thing owns which cell of a token grid.
+"""Scenes: the content of a picture, its drawing, and the thing that owns each cell of a token grid.
 
 A scene is data; coordinates are shares of the picture's side, so one scene can be drawn at any size. Things are large
 (15 to 60 visual tokens of a 14x14 grid) and the details on them small, as in photographs; the ground is textured,
@@ -338,7 +338,7 @@ def render(scene: Scene, pixels: int = 112, *, ground: Image.Image | None = None
 
 @dataclass(frozen=True)
 class CellLabels:
-    """What every cell of a token grid shows: int64 ``[grid, grid]`` each (0 = ground), and the owner's box.
+    """Labels of every cell of a token grid: int64 ``[grid, grid]`` each (0 = ground), and the owner's box.
 
     ``shape``: 1 + index into :data:`SHAPES`, a sign is ``len(SHAPES) + 1``; ``colour``: 1 + index into
     :data:`COLOURS`; ``character``: 1 + index into :data:`CHARACTERS`; ``box``: float32 ``[grid, grid, 4]``.

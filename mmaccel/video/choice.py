@@ -15,17 +15,17 @@ def spaced(total: int, count: int) -> list[int]:
 
 
 def constant(timestamps: np.ndarray, fps: float) -> bool:
-    """Whether frame ``i`` of ``timestamps [N]`` is shown at ``i / fps``, but for what the container has rounded."""
+    """Whether frame ``i`` of ``timestamps [N]`` is shown at ``i / fps``, up to rounding by the container."""
     return bool(np.abs(timestamps - np.arange(len(timestamps)) / fps).max() <= 0.5 / fps)
 
 
 def length(timestamps: np.ndarray, fps: float) -> float:
-    """Seconds that the frames last."""
+    """Duration of the frames in seconds."""
     return len(timestamps) / fps if constant(timestamps, fps) else float(timestamps[-1]) + 1 / fps
 
 
 def shown(timestamps: np.ndarray, fps: float, times: np.ndarray) -> np.ndarray:
-    """``[T]`` int64: the frames shown at ``times [T]``, of frames that begin at ``timestamps [N]``; all in seconds.
+    """Frames ``[T]`` int64 shown at ``times [T]`` of a video whose frames begin at ``timestamps [N]``; all in seconds.
 
     Where the rate is constant, times that the container has rounded do not matter.
     """

@@ -12,7 +12,7 @@ from ..errors import MmaccelError
 
 
 def as_frames(given: Any) -> np.ndarray:
-    """``given`` as an array of frames ``[T, H, W, 3]`` uint8, which may share its memory.
+    """Convert to frames ``[T, H, W, 3]`` uint8, which may share the memory of ``given``.
 
     Raises
     ------
@@ -35,7 +35,7 @@ def as_frames(given: Any) -> np.ndarray:
 
 
 def as_rate(fps: Any) -> float:
-    """Frames a second.
+    """Validate frames a second.
 
     Raises
     ------
@@ -85,7 +85,7 @@ class Clip:
 
     @property
     def duration(self) -> float:
-        """Of the whole video, in seconds."""
+        """Length of the whole video in seconds."""
         return self.total / self.fps
 
     def metadata(self) -> Any:

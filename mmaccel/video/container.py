@@ -43,7 +43,7 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.,-]+:")
 
 
 def named(path: str | os.PathLike[str]) -> str:
-    """The path as text.
+    """The path as text, validated.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def local(path: str | os.PathLike[str]) -> Path:
 
 
 def container(path: Path) -> str:
-    """Which of :data:`KINDS` a file is, by its first bytes; its name does not count.
+    """Container of a file, one of :data:`KINDS`, by its first bytes; its name does not count.
 
     Playlists, whatever they are called, are refused here: they could make a decoder open other files or addresses.
 
@@ -110,7 +110,7 @@ def container(path: Path) -> str:
 
 
 def begins(head: bytes) -> str | None:
-    """What the first :data:`HEAD` bytes of a file say: one of :data:`KINDS`, ``picture``, ``playlist``, or None."""
+    """Kind of a file by its first :data:`HEAD` bytes: one of :data:`KINDS`, ``picture``, ``playlist``, or None."""
     for start, kind in _STARTS.items():
         if head.startswith(start):
             return kind
@@ -142,7 +142,7 @@ def _kind(path: Path, head: bytes) -> str:
 
 
 def _boxes_end(file: BinaryIO, head: bytes, size: int) -> int | None:
-    """Where the last box of an mp4 or mov file says that it ends."""
+    """End of the last box of an mp4 or mov file, by its header."""
     at = 0
     while at + 8 <= size:
         file.seek(at)
@@ -158,7 +158,7 @@ def _boxes_end(file: BinaryIO, head: bytes, size: int) -> int | None:
 
 
 def _segment_end(file: BinaryIO, head: bytes, size: int) -> int | None:
-    """Where the segment of a Matroska or WebM file ends; live recordings do not say."""
+    """End of the segment of a Matroska or WebM file; None for live recordings."""
 
     def length(at: int) -> tuple[int | None, int]:
         """An EBML number of variable length, None for unknown, and where it ends."""
@@ -176,7 +176,7 @@ def _segment_end(file: BinaryIO, head: bytes, size: int) -> int | None:
 
 
 def _riff_end(file: BinaryIO, head: bytes, size: int) -> int | None:
-    """Where the first RIFF chunk of an AVI file ends; 0 in one that was never finished."""
+    """End of the first RIFF chunk of an AVI file; 0 if it was never finished."""
     return int.from_bytes(head[4:8], "little") + 8
 
 

@@ -21,12 +21,12 @@ from .readers import READERS
 from .subprocess_decoder import decode_in_subprocess
 
 
-class _CalledOff(BaseException):
+class _Cancelled(BaseException):
     """Decoding was cancelled; not an error of the video."""
 
 
 @dataclass(frozen=True)
-class _Coming:
+class _Pending:
     """A video that is being decoded. ``size``: bytes of its frames, known before they are decoded."""
 
     number: int
@@ -34,8 +34,9 @@ class _Coming:
     clip: Future[Clip | MmaccelError]
 
 
-class Ahead:
-    """Clips in the order of their paths, decoded while the caller works on earlier ones; a failure comes out as its error.
+class Prefetcher:
+    """Iterator of clips in the order of their paths, decoded while the caller works on earlier ones; a video that fails
+    yields its error.
 
     The frames that are being decoded, wait, or were handed over and not let go of take at most ``spec.memory`` bytes. They
     get room in the order of the videos: the one that is asked for next never waits for a later one, but, where there is no
@@ -52,7 +53,7 @@ class Ahead:
     def __init__(self, paths: Iterable[Path_], spec: DecodeSpec, workers: int, isolated: bool, timeout: float) -> None:
         self._paths, self._spec, self._most = iter(paths), spec, spec.memory
         self._isolated, self._timeout = isolated, timeout
-        self._coming: deque[_Coming] = deque()
+        self._pending: deque[_Pending] = deque()
         self._begun, self._depth = 0, 2 * workers + 1
         self._pool = ThreadPoolExecutor(workers)
         #: guards all below; notified when memory may be free
@@ -69,11 +70,11 @@ class Ahead:
 
     def __next__(self) -> Clip | MmaccelError:
         self._fill()
-        if not self._coming:
+        if not self._pending:
             raise StopIteration
-        next_ = self._coming[0]
+        next_ = self._pending[0]
         clip = next_.clip.result()
-        self._coming.popleft()
+        self._pending.popleft()
         self._handed.append(next_.number)
         return clip
 
@@ -83,7 +84,7 @@ class Ahead:
         self._fill()
         with self._room:
             held = sum(self._taken.get(number, 0) for number in self._handed)
-        return bool(held and self._coming) and held + self._coming[0].size.result() > self._most // 2
+        return bool(held and self._pending) and held + self._pending[0].size.result() > self._most // 2
 
     def release(self) -> None:
         """Free the memory of all clips that were handed over."""
@@ -104,10 +105,10 @@ class Ahead:
 
     # --- decoding ---------------------------------------------------------------------------------------------
     def _fill(self) -> None:
-        while len(self._coming) < self._depth and (path := next(self._paths, None)) is not None:
+        while len(self._pending) < self._depth and (path := next(self._paths, None)) is not None:
             size: Future[int] = Future()
             clip = self._pool.submit(self._decode, self._begun, path, size)
-            self._coming.append(_Coming(self._begun, size, clip))
+            self._pending.append(_Pending(self._begun, size, clip))
             self._begun += 1
 
     def _decode(self, number: int, path: Path_, size: Future[int]) -> Clip | MmaccelError:
@@ -120,7 +121,7 @@ class Ahead:
                 self._processes[number] = process
                 if self._closed:
                     process.kill()
-                    raise _CalledOff
+                    raise _Cancelled
 
         done = False
         try:
@@ -157,7 +158,7 @@ class Ahead:
                     break
                 self._room.wait()
             if self._closed:
-                raise _CalledOff
+                raise _Cancelled
             self._taken[number] = size
             if self._turn == number:
                 self._turn += 1
@@ -190,7 +191,7 @@ def decode_each(
     MmaccelError
         If an option is not valid.
     """
-    ahead = begin(
+    clips = start_prefetch(
         paths,
         DecodeSpec(frames, fps, select, backend=backend, threads=threads, memory=memory),
         workers,
@@ -200,25 +201,25 @@ def decode_each(
 
     def each() -> Iterator[Clip | MmaccelError]:
         try:
-            for clip in ahead:
-                ahead.release()
+            for clip in clips:
+                clips.release()
                 yield clip
         finally:
             # the caller may have stopped asking
-            ahead.close()
+            clips.close()
 
     return each()
 
 
-def begin(
+def start_prefetch(
     paths: Iterable[Path_], spec: DecodeSpec, workers: int, isolated: bool = True, timeout: float = 120.0
-) -> Ahead:
-    """:class:`Ahead`, its arguments checked."""
+) -> Prefetcher:
+    """An :class:`Prefetcher`, with validated arguments."""
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise MmaccelError(f"`workers` must be a whole number of 1 or more, got {workers!r}.")
     if isinstance(paths, (str, os.PathLike)) or not isinstance(paths, Iterable):
         raise MmaccelError(f"`paths` must be a list of videos, got {str(paths)[:80]!r}; for one video give [path].")
-    return Ahead(paths, spec, workers, isolated, check_timeout(timeout))
+    return Prefetcher(paths, spec, workers, isolated, check_timeout(timeout))
 
 
-__all__ = ["Ahead", "begin", "decode_each"]
+__all__ = ["Prefetcher", "start_prefetch", "decode_each"]

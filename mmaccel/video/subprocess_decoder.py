@@ -66,7 +66,7 @@ class _Child:
         )
 
     def ask(self, job: dict[str, Any], timeout: float, make: Make) -> dict[str, Any]:
-        """The child's last line, with its warnings and ``frames``; a dead child's ``ended`` says why.
+        """The child's last line, with its warnings and ``frames``; ``ended`` says why a child died.
 
         ``trying`` is the back end that was at work last. The wait for ``make`` does not count.
         """
@@ -107,7 +107,7 @@ class _Child:
         return answer
 
     def end(self) -> int:
-        """Kill it; its exit status."""
+        """Kill the child and return its exit status."""
         self.process.kill()
         for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
@@ -182,7 +182,8 @@ def decode_in_subprocess(
     make: Make = empty,
     begun: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
 ) -> Clip:
-    """As :func:`~mmaccel.video.decode`, in a child process; a back end that crashes on the video, twice, leaves it to the next.
+    """Decode as :func:`~mmaccel.video.decode` does, in a child process; after a back end crashes twice the next one is
+    tried.
 
     Whatever else ended a child was no fault of this video: it is decoded by a fresh one. ``begun`` is told of every process
     that is at work on it; ``make`` gives the array for its frames.

@@ -21,10 +21,10 @@ pytest.importorskip("openai", reason="the client of OpenAI is not installed: pip
 
 from mmaccel import MmaccelError
 from mmaccel.media import untrusted
-from mmaccel.media.files import read_folder
 from mmaccel.programs.model_lock import Stopped
 from mmaccel.programs.serve import sources
 from mmaccel.programs.serve.sources import Sources
+from mmaccel.video import decode
 
 NO = "is not a file in a folder that this server allows"
 
@@ -305,7 +305,7 @@ def test_frames_in_an_address(serve, tmp_path):
         Image.fromarray(shade).save(folder / f"{number}.jpg")
     paths = [folder / f"{number}.jpg" for number in range(12)]
     found = untrusted.clip(fetch(Sources(), frames(*paths), tmp_path), 5)
-    expected = read_folder(folder, 5, 1.0)
+    expected = decode(folder, 5)
     assert (found.frames == expected.frames).all() and found.indices == expected.indices and found.fps == 1.0
     served = serve("mini-qwen-vl", "none")
     shown = chat(served, user(clip(frames(*paths)), "what ?"), temperature=0)

@@ -238,7 +238,7 @@ def test_a_stretch_and_frames_a_second(kind):
     assert decode(path, 2, start=1.0, end=2.0).indices == [30, 42]
     assert decode(path, 100, start=1.0, end=1.25).indices == list(range(24, 30))
     assert decode(path, 1, start=2.45).indices == [59]
-    with pytest.raises(MmaccelError, match=r"2\.5 seconds long"):
+    with pytest.raises(MmaccelError, match=r"2\.5 seconds, got"):
         decode(path, start=2.5)
 
 

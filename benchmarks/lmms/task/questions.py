@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from mmaccel.media.files import Prompt, load_picture, read_video
+from mmaccel.media.files import Prompt, load_picture
 from mmaccel.suite import is_right
+from mmaccel.video import decode
 
 Line = dict[str, Any]
 
@@ -24,7 +24,7 @@ def messages(line: Line) -> list[dict[str, Any]]:
     media = iter(given)
     earlier = tuple((question, answer) for question, answer in line.get("earlier") or ())
     # to the chat it matters only that there is a clip; lmms-eval reads the frames
-    clip = read_video(Path(line["video"]), 1) if line.get("video") else None
+    clip = decode(line["video"], 1) if line.get("video") else None
     chat = list(Prompt(line["question"], () if clip else tuple(given), clip, earlier).chat().messages)
     for turn in chat:
         turn["content"] = [

@@ -1,4 +1,4 @@
-"""mmaccel inside vLLM: recipes that work before the language model, for pictures and clips.
+"""Plug-in for vLLM: recipes that work before the language model, for pictures and clips.
 
 ``vllm serve MODEL --hf-overrides '{"mmaccel": {"recipe": "divprune", "retain": 0.25}}'`` is all there is to say. vLLM finds
 :func:`register` through the entry point group ``vllm.general_plugins`` and calls it in every process. Models without
@@ -14,7 +14,7 @@ _registered = False
 
 
 def register() -> None:
-    """What vLLM calls; cheap, never raises, and it may be called any number of times."""
+    """Entry point that vLLM calls; cheap, never raises, and may be called any number of times."""
     global _registered
     if not _registered:
         _registered = True

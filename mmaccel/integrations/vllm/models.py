@@ -1,4 +1,4 @@
-"""The classes that take the place of vLLM's where the caller asks for a recipe, and how vLLM comes to them.
+"""Model classes that replace those of vLLM when the caller asks for a recipe, and their registration.
 
 vLLM's registry stays as it is: nothing is registered. Its method that turns names of architectures into classes is wrapped, and
 gives one of ours for a model whose overrides have ``mmaccel``. All other models get what vLLM gives them, and so does whatever
@@ -20,7 +20,7 @@ from .settings import override_of, settings_of
 
 
 def plan_of(model_config: Any, name: str) -> ServingPlan:
-    """The plan of a model whose overrides ask for a recipe, and which vLLM loads as the architecture ``name``.
+    """The plan of a model whose overrides ask for a recipe; vLLM loads it as the architecture ``name``.
 
     Raises
     ------
@@ -31,7 +31,7 @@ def plan_of(model_config: Any, name: str) -> ServingPlan:
 
 
 def wrap_registry() -> None:
-    """Have vLLM's registry give our classes to models whose overrides ask for a recipe."""
+    """Let vLLM's registry return our classes for models whose overrides ask for a recipe."""
     from vllm.model_executor.models.registry import _ModelRegistry
 
     original = _ModelRegistry.resolve_model_cls
@@ -48,7 +48,7 @@ def wrap_registry() -> None:
 
 
 class _Others(dict[Any, Any]):
-    """vLLM's cache of classes without the architectures that have two."""
+    """vLLM's class cache without the architectures that have two classes."""
 
     def __setitem__(self, key: Any, found: Any) -> None:
         if found[1] not in ARCHITECTURES:
@@ -56,7 +56,7 @@ class _Others(dict[Any, Any]):
 
 
 def forget_classes() -> None:
-    """Have vLLM look up the classes of our architectures anew each time.
+    """Let vLLM look up the classes of our architectures every time.
 
     It caches them by the folder of the model, whatever the overrides say: of two engines of one folder in one process, the
     second would get the class of the first.
@@ -69,7 +69,7 @@ def forget_classes() -> None:
 
 @functools.cache
 def _class(stock: Any, name: str) -> type:
-    """A class of vLLM with ours before it."""
+    """A class of vLLM with our mix-in in front."""
     body = {
         "__module__": __name__,
         "__doc__": stock.__doc__,
@@ -83,7 +83,7 @@ def _class(stock: Any, name: str) -> type:
 
 
 def _processor(make: Any, name: str, info: Any, dummy_inputs: Any) -> Any:
-    """vLLM's processor, with ours before it."""
+    """vLLM's processor class with our mix-in in front."""
     kind = type(make(info, dummy_inputs))
     plan = plan_of(info.ctx.model_config, name)
     reduced = types.new_class(kind.__name__, (ReducedProcessor, kind), exec_body=lambda space: space.update(plan=plan))

@@ -1,4 +1,4 @@
-"""A recipe on one model, from their configurations alone: how many tokens stay of every picture, and which.
+"""A recipe on one model, planned from configurations alone: how many tokens of every picture stay, and which.
 
 Processor and model of vLLM run in different processes and hold equal plans. What stays is chosen by the methods that
 :func:`mmaccel.accelerate_vlm` runs on transformers, by the same code.
@@ -47,7 +47,7 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Kept:
-    """What is known of a picture before it is encoded.
+    """The number of kept tokens of a picture, known before it is encoded.
 
     before : its visual tokens. total : how many stay.
     segments : how many stay of each segment; None where only their sum is known.
@@ -96,26 +96,26 @@ class ServingPlan:
 
     @property
     def reduces(self) -> bool:
-        """Whether anything happens."""
+        """Whether the plan drops any token."""
         return bool(self.plan.projector)
 
     @property
     def placeholders(self) -> set[int | None]:
-        """The ids that stand for visual tokens in a prompt."""
+        """Ids of the placeholders of visual tokens."""
         return {self.family.token_id(modality) for modality in self.family.modalities}
 
     @property
     def turns(self) -> bool:
-        """Whether the family has positions on three axes (M-RoPE) of its own."""
+        """Whether the family has M-RoPE, with positions on three axes."""
         return isinstance(self.family, ThreeAxes)
 
     @property
     def keeps_positions(self) -> bool:
-        """Whether positions of kept tokens must be carried to the language model."""
+        """Whether the language model needs the positions of kept tokens."""
         return self.reduces and self.settings.keeps_positions
 
     def of(self, budget: Budget) -> ModelPlan:
-        """The plan of a request with a budget of its own.
+        """The plan of a request with its own budget.
 
         Raises
         ------
@@ -127,7 +127,7 @@ class ServingPlan:
         return plan_for_call(self.plan, {"retain": budget})
 
     def pictures(self, modality: Modality, arguments: Mapping[str, Any], before: int) -> list[Picture]:
-        """Pictures or clips of a call of the encoder that makes ``before`` tokens."""
+        """Pictures or clips of an encoder call with ``before`` tokens."""
         found = self.architecture.pictures(self.family, modality, arguments)
         if found is not None:
             return found
@@ -136,11 +136,11 @@ class ServingPlan:
         )
 
     def placeholder(self, modality: Modality) -> int:
-        """The token that stands for a picture or clip in a prompt; families that show clips as pictures have one for both."""
+        """The placeholder of a picture or clip; families that show clips as pictures have one for both."""
         return int(self.family.token_id(modality if modality in self.family.modalities else "image") or 0)
 
     def count(self, modality: Modality, picture: Picture, budget: Budget) -> Kept:
-        """How many tokens stay of a picture.
+        """Number of kept tokens of a picture.
 
         Raises
         ------
@@ -165,7 +165,7 @@ class ServingPlan:
         return Kept(sum(sizes), total, each or None, tuple(prompt.stats.notes))
 
     def _tried(self, prompt: Prompt, sizes: list[int]) -> tuple[int, list[int]]:
-        """Run the first methods of a plan on nothing: how many tokens stay follows from the grid."""
+        """Run the first methods of a plan without data: the number of kept tokens follows from the grid."""
         nothing = torch.zeros(1, sum(sizes), 1)
         reducer = TokenReducer(prompt, VisionState(Taps(self.family, ())))
         made = reducer.reduce(prompt.plan.projector[0], nothing, None)
@@ -182,7 +182,7 @@ class ServingPlan:
         encoded: VisionOutput,
         taps: Taps,
     ) -> list[tuple[Tensor, Tensor]]:
-        """What stays of pictures that have one budget, in one ragged batch.
+        """Reduce pictures that have one budget, in one ragged batch.
 
         Parameters
         ----------
@@ -239,7 +239,7 @@ def _check(method: Any, recipe: str) -> None:
 
 
 def _prompt(plan: ModelPlan, modality: Modality, pictures: Sequence[Picture]) -> Prompt:
-    """Pictures as a prompt of one row each, which has nothing but their tokens."""
+    """Pictures as a prompt of one row each that holds only their tokens."""
     lengths = [sum(map(len, picture)) for picture in pictures]
     valid = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     segments = []
@@ -260,7 +260,7 @@ def _prompt(plan: ModelPlan, modality: Modality, pictures: Sequence[Picture]) ->
 
 
 def _shrunk(sizes: list[int], total: int) -> list[int]:
-    """Any sizes that sum to ``total``, none above its own."""
+    """Any sizes that sum to ``total``, none larger than its own."""
     out = []
     for size in sizes:
         out.append(min(size, total))
@@ -269,8 +269,8 @@ def _shrunk(sizes: list[int], total: int) -> list[int]:
 
 
 def _brought_to(kept: Tensor, valid: Tensor, count: Tensor) -> Tensor:
-    """``kept [N, n]`` bool with ``count [N]`` tokens a row: where a method left some of its budget, tokens that it dropped, in
-    even distances, stay as well."""
+    """``kept [N, n]`` bool with ``count [N]`` tokens a row: where a method kept fewer, evenly spaced dropped tokens stay
+    too."""
     missing = count - kept.sum(1)
     if not bool(missing.any()):
         return kept

@@ -1,4 +1,4 @@
-"""Positions of a reduced prompt: those of the unreduced one.
+"""Positions of a reduced prompt, which are those of the unreduced one.
 
 A prompt's positions are known when its request arrives, but for those of the visual tokens that stay: which they are is known
 once the picture is encoded. Until then a placeholder holds ``-1 - base``, where ``base`` is the position at which its picture
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Place:
-    """A picture or clip in a prompt.
+    """Range of a picture or clip in a prompt.
 
     start : of its range in the reduced prompt.
     visual : ``[length]`` bool, which tokens of that range are placeholders.
@@ -49,7 +49,7 @@ class Place:
 
 
 def expanded(tokens: list[int], places: list[Place]) -> tuple[list[int], list[int]]:
-    """The tokens of the unreduced prompt, and where each of ``places`` (in order) starts there."""
+    """The tokens of the unreduced prompt, and where each of ``places`` (in order) starts in it."""
     out: list[int] = []
     starts, done = [], 0
     for place in places:

@@ -1,4 +1,4 @@
-"""The mix-in of vLLM's processors: runs of placeholders of the length that they will have."""
+"""Mix-in for vLLM's processors: placeholders in the number of kept tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TABLE = 4
 
 
 class ReducedProcessor:
-    """Goes before a processor of vLLM; ``plan`` is set on the class that is made of both."""
+    """Mix-in in front of a processor class of vLLM; ``plan`` is set on the class made of both."""
 
     plan: ServingPlan
     info: Any
@@ -36,7 +36,7 @@ class ReducedProcessor:
     said = False
 
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
-        """As the processor's, once it is known what the request asks for."""
+        """Process a request, after its options are checked."""
         others = {name: value for name, value in inputs.hf_processor_mm_kwargs.items() if name not in ASKED}
         self._check_known(others)
         budget = request_of(inputs.hf_processor_mm_kwargs)
@@ -45,7 +45,7 @@ class ReducedProcessor:
         return super().apply(dataclasses.replace(inputs, hf_processor_mm_kwargs=others), timing_ctx)  # type: ignore[misc]
 
     def _check_known(self, processing: Mapping[str, Any]) -> None:
-        """Refuse options that nobody reads: a budget that is misspelt would be that of the server."""
+        """Refuse unknown options; a misspelt budget would silently be that of the server."""
         processor = self.info.get_hf_processor()
         parts = [processor, *(getattr(processor, name, None) for name in ("image_processor", "video_processor"))]
         scopes = self.info.supported_mm_processor_kwargs
@@ -59,7 +59,7 @@ class ReducedProcessor:
                     )
 
     def _get_mm_hashes(self, inputs: Any) -> Any:
-        """Caches of pictures depend on the recipe too; the budget of a request is in their key already."""
+        """Cache keys of pictures, which depend on the recipe too; the budget of a request is in its key already."""
         kwargs = {**inputs.hf_processor_mm_kwargs, "mmaccel": self.plan.settings.fingerprint()}
         return super()._get_mm_hashes(dataclasses.replace(inputs, hf_processor_mm_kwargs=kwargs))  # type: ignore[misc]
 
@@ -144,7 +144,7 @@ class ReducedProcessor:
         return self.plan.reduces and (between or (modality == "video" and not bool(visual.all())))
 
     def _total(self, modality: Modality, item: Any, before: int, budget: Budget) -> int:
-        """How many of the ``before`` tokens of an item stay."""
+        """Number of kept tokens of an item with ``before`` tokens."""
         if any(name.endswith("_embeds") for name in item):
             raise UnsupportedError(
                 "This server reduces pictures and clips as it encodes them, and cannot take embeddings of them; send pixels."
@@ -159,7 +159,7 @@ class ReducedProcessor:
 
 
 def _others(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a request says to the processor of transformers."""
+    """Options of a request for the processor of transformers."""
     return {name: value for name, value in kwargs.items() if name != FIELD}
 
 

@@ -1,4 +1,4 @@
-"""What vLLM's model runner must do otherwise where positions are carried to the language model.
+"""Patch of vLLM's model runner for models that get positions with their embeddings.
 
 It does so for video pruning of its own, by a flag that its configuration is asked for. The same flag makes it encode clips one
 by one, to bound the memory of unreduced clips; :mod:`.model` bounds that itself. And the runner for CPUs never reads it.
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def carry_positions(multimodal_config: Any) -> None:
-    """Make the runner of this process read positions off embeddings."""
+    """Let the runner of this process read positions from embeddings."""
     object.__setattr__(multimodal_config, "is_multimodal_pruning_enabled", _yes)
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 

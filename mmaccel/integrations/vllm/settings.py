@@ -1,4 +1,4 @@
-"""What ``hf_overrides={"mmaccel": {...}}`` says, and what a request adds to it."""
+"""Settings in ``hf_overrides={"mmaccel": {...}}`` and in requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST = 2**62
 
 @dataclass(frozen=True)
 class Settings:
-    """A recipe for a server.
+    """The recipe of a server.
 
     recipe : with the budgets that hold where a request says nothing.
     numbering : one of :data:`NUMBERINGS`.
@@ -42,12 +42,12 @@ class Settings:
         return self.recipe.positions != "paper"
 
     def fingerprint(self) -> str:
-        """What caches of encoded pictures depend on beside the picture and the request."""
+        """Key of caches of encoded pictures, beside the picture and the request."""
         return f"mmaccel {__version__} {self.numbering} {json.dumps(self.recipe.to_json())}"
 
 
 def written_in(model_config: Any) -> Any:
-    """What the configuration inside vLLM's ``ModelConfig`` has as ``mmaccel``, whoever wrote it; None without."""
+    """The value of ``mmaccel`` in the configuration inside vLLM's ``ModelConfig``, or None."""
     try:
         return getattr(model_config.hf_config, "mmaccel", None)
     except Exception:
@@ -91,7 +91,7 @@ def _keys(part: Any) -> Mapping[str, Any]:
 
 
 def override_of(model_config: Any) -> Any:
-    """What the caller's ``hf_overrides`` say of ``mmaccel``, from vLLM's ``ModelConfig``; None where they say nothing.
+    """The value of ``mmaccel`` in the caller's ``hf_overrides``, from vLLM's ``ModelConfig``, or None.
 
     vLLM writes overrides into the configuration of the checkpoint, which may have the key ``mmaccel`` of its own. That one is
     ignored: a model that was downloaded must not choose a recipe.
@@ -137,7 +137,7 @@ def settings_of(given: Any) -> Settings:
 
 
 def request_of(processing: Mapping[str, Any]) -> Budget:
-    """The budget that a request asks for in its ``mm_processor_kwargs``.
+    """The budget in the ``mm_processor_kwargs`` of a request.
 
     ``{"mmaccel": {"retain": 0.1}}``, as :func:`mmaccel.accelerate_vlm` spells it for one call, and ``{"retain": 0.1}`` mean the
     same; ``{"mmaccel": False}`` keeps all tokens; null or nothing is the budget of the server.
@@ -171,7 +171,7 @@ def request_of(processing: Mapping[str, Any]) -> Budget:
 
 
 def as_integers(budget: Budget) -> tuple[int, int]:
-    """A budget as two whole numbers, which travel between vLLM's processes unrounded: a share as numerator and denominator, a
+    """A budget as two integers, which travel between vLLM's processes exactly: a share as numerator and denominator, a
     count with denominator 0, None as two zeros, False as 0 and 1."""
     if budget is None:
         return 0, 0

@@ -12,7 +12,7 @@ from ...runtime.tower.taps import Taps
 
 
 def hook(taps: Taps, layers: list[nn.Module], current: Callable[[], VisionOutput | None]) -> None:
-    """Let ``taps`` see what they ask for of ``layers``; ``current`` is the call of the encoder that is running."""
+    """Let ``taps`` observe ``layers``; ``current`` returns the encoder call that is running."""
     for number, kinds in taps.layers.items():
         if kinds - {"features"}:
             attention = next(m for m in layers[number].modules() if type(m).__name__ == "MMEncoderAttention")
@@ -51,6 +51,6 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _sequences(bounds: Tensor | None, length: int) -> Iterable[tuple[int, int]]:
-    """First and last + 1 of every sequence that is packed into one."""
+    """First and last + 1 index of every sequence that is packed into one."""
     at = [0, length] if bounds is None else bounds.tolist()
     return zip(at, at[1:], strict=False)

@@ -27,7 +27,7 @@ from ...method.registry import methods
 from ...recipe import Recipe, RecipeLike, Stage, get_recipe
 from ...video.clip import Clip
 from ...video.decode_spec import GIB, DecodeSpec, Select, check_timeout
-from ...video.prefetch import Ahead, begin
+from ...video.prefetch import Prefetcher, start_prefetch
 from ..evaluate import fingerprint, sentence
 from ..identity import digests, recipe_parts, versions
 from .generator import AnswerGenerator, Batch, Figures, Shown
@@ -228,11 +228,13 @@ class VideoAnswerer:
         ]
         shown = (group[0].path for window in windows for group in window if not group[0].error)
         workers = max(2, min(4, (os.cpu_count() or 1) // 2))
-        with closing(begin(shown, self.settings.decode_spec(), workers, timeout=self.settings.timeout)) as clips:
+        with closing(
+            start_prefetch(shown, self.settings.decode_spec(), workers, timeout=self.settings.timeout)
+        ) as clips:
             for window in windows:
                 yield from self._window(window, clips, done)
 
-    def _window(self, window: list[list[VideoQuestion]], clips: Ahead, done: set[str]) -> Iterator[Record]:
+    def _window(self, window: list[list[VideoQuestion]], clips: Prefetcher, done: set[str]) -> Iterator[Record]:
         """The records of a window, in parts if its clips would take too much memory together."""
         batch: Batch = []
         for group in window:
@@ -257,7 +259,7 @@ class VideoAnswerer:
         yield from self._answer_all(batch, done)
         clips.release()
 
-    def _next(self, group: list[VideoQuestion], clips: Ahead) -> Batch:
+    def _next(self, group: list[VideoQuestion], clips: Prefetcher) -> Batch:
         """The questions of the next video with its frames."""
         with self.figures.measure("waiting"):
             clip = next(clips)

@@ -1,4 +1,4 @@
-"""The back ends, one a file, in the order in which they are tried."""
+"""Video back ends, one a file, in the order in which they are tried."""
 
 from .base import Reader
 from .decord import DecordReader

@@ -14,7 +14,7 @@ from ...errors import MmaccelError
 
 
 class NotExactError(MmaccelError):
-    """The back end would give other frames than those that were asked for."""
+    """The back end would return other frames than the wanted ones."""
 
 
 class Reader(ABC):
@@ -36,13 +36,13 @@ class Reader(ABC):
 
     @classmethod
     def load(cls) -> None:
-        """Import what is needed; any exception means that it is not there."""
+        """Import the back end; any exception means that it is not available."""
         for module in cls.modules:
             import_module(module)
 
     @abstractmethod
     def __init__(self, path: Path, kind: str) -> None:
-        """Open a local file of one of the :data:`~mmaccel.video.container.KINDS`; any exception means that it cannot."""
+        """Open a local file of one of the :data:`~mmaccel.video.container.KINDS`; any exception means failure."""
 
     @abstractmethod
     def frames(self, indices: Sequence[int]) -> Iterator[tuple[float, np.ndarray]]:
@@ -54,7 +54,7 @@ class Reader(ABC):
 
 
 def upright(picture: np.ndarray, matrix: np.ndarray, turned: int = 0) -> np.ndarray:
-    """A frame as a player shows it.
+    """Rotate and mirror a frame as a player shows it.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def upright(picture: np.ndarray, matrix: np.ndarray, turned: int = 0) -> np.ndar
 
 
 def rate(timestamps: np.ndarray, declared: float) -> float:
-    """Frames a second: what the container declares if that fits ``timestamps [N]`` (seconds from 0), else their mean."""
+    """Frames a second: as declared by the container if that fits ``timestamps [N]`` (seconds from 0), else their mean."""
     steps = len(timestamps) - 1
     if steps < 1 or timestamps[-1] <= 0:
         return declared if 0 < declared < 1000 else 1.0

@@ -36,7 +36,7 @@ class DecordReader(Reader):
 
     @classmethod
     def load(cls) -> None:
-        """torchvision must come first: decord brings a zlib for the whole process, with which torchvision reads no PNG."""
+        """Import torchvision first: decord loads a zlib for the whole process, with which torchvision reads no PNG."""
         if not cls.alone:
             with suppress(ImportError, OSError):
                 import_module("torchvision.io")
@@ -73,7 +73,7 @@ class DecordReader(Reader):
         return reader
 
     def frames(self, indices: Sequence[int]) -> Iterator[tuple[float, np.ndarray]]:
-        """In small batches; decord seeks by itself."""
+        """Decode in small batches; decord seeks by itself."""
         for start in range(0, len(indices), _BATCH):
             batch = list(indices[start : start + _BATCH])
             pictures = self._reader.get_batch(batch).asnumpy()
@@ -81,7 +81,7 @@ class DecordReader(Reader):
                 yield time, upright(picture, self._matrix, self._turned)
 
     def twin(self) -> DecordReader:
-        """A second reader of its own."""
+        """A second reader of the file."""
         other = copy.copy(self)
         other._reader = self._opened()
         return other

@@ -1,4 +1,4 @@
-"""What the packets of a video say without being decoded: when frames are shown, and where decoding can begin."""
+"""Times and keyframes of a video, read from its packets without decoding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMITS = PictureLimits(16_384, 1 << 27, 200)
 
 @contextmanager
 def opened(path: Path, kind: str) -> Iterator[tuple[Any, Any]]:
-    """PyAV's container and video stream, for one decoding thread.
+    """Open PyAV's container and video stream, for one decoding thread.
 
     Raises
     ------
@@ -46,7 +46,7 @@ def opened(path: Path, kind: str) -> Iterator[tuple[Any, Any]]:
 
 
 def matrix_of(frame: Any) -> np.ndarray:
-    """``[2, 2]`` int32: the display matrix of a frame of PyAV, as :func:`~mmaccel.video.readers.base.upright` takes it.
+    """Display matrix of a PyAV frame, ``[2, 2]`` int32, as :func:`~mmaccel.video.readers.base.upright` takes it.
 
     A frame that was asked stays in memory until the garbage collector runs: PyAV ties it into a cycle.
     """
@@ -69,7 +69,7 @@ def first_frame(path: Path, kind: str) -> Any:
 
 @dataclass(frozen=True)
 class Packets:
-    """Of ``N`` frames, in the order in which they are shown.
+    """Times and keyframes of ``N`` frames, in display order.
 
     pts : ``[N]`` int64 in the stream's own unit, ascending; None where frames can only be counted.
     timestamps : ``[N]`` float64, seconds from the first frame.
@@ -87,7 +87,7 @@ class Packets:
 
     @staticmethod
     def read(path: Path, kind: str) -> Packets:
-        """Reads the file once.
+        """Read the packets of a file once.
 
         Raises
         ------

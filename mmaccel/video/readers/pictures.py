@@ -17,7 +17,8 @@ _SUFFIXES = tuple(".png .jpg .jpeg .jpe .jfif .bmp .webp .tif .tiff .ppm .pgm .a
 
 
 class PicturesReader(Reader):
-    """Pictures of one size, a constant time apart, in the order of their names; ``frame10`` comes after ``frame9``."""
+    """Reader of a folder of pictures of one size, at a constant rate, in the order of their names; ``frame10`` comes
+    after ``frame9``."""
 
     name = "pictures"
     distributions = ("pillow",)
@@ -33,7 +34,7 @@ class PicturesReader(Reader):
         self.keyframes = np.arange(len(self._files))
 
     def frames(self, indices: Sequence[int]) -> Iterator[tuple[float, np.ndarray]]:
-        """Each from its file."""
+        """Load each picture from its file."""
         first: tuple[int, int] | None = None
         for index in indices:
             picture = load_picture(self._files[index])
@@ -45,7 +46,7 @@ class PicturesReader(Reader):
             yield float(self.timestamps[index]), np.asarray(picture)
 
     def twin(self) -> PicturesReader:
-        """Itself: reading changes nothing."""
+        """The reader itself; reading changes nothing."""
         return self
 
 

@@ -35,7 +35,7 @@ class PyAVReader(Reader):
         self.timestamps, self.keyframes, self.fps = packets.timestamps, packets.keyframes, packets.fps
 
     def frames(self, indices: Sequence[int]) -> Iterator[tuple[float, np.ndarray]]:
-        """Seeks to the keyframe before each frame, unless decoding is past it already."""
+        """Decode frames; seeks to the keyframe before each unless decoding is past it."""
         import av
 
         cursor = None
@@ -63,7 +63,7 @@ class PyAVReader(Reader):
             ) from error
 
     def _cursor(self, container: Any, stream: Any, key: int) -> Cursor:
-        """Decoding from the keyframe number ``key`` on, or from an earlier one where seeking goes too far."""
+        """A cursor at keyframe number ``key``, or at an earlier one where seeking goes too far."""
         back = 0
         while key or back:
             start = max(0, key - back)
@@ -80,12 +80,12 @@ class PyAVReader(Reader):
             yield count if self._pts is None else int(self._pts.searchsorted(frame.pts)), frame
 
     def twin(self) -> PyAVReader:
-        """Itself: every call of :meth:`frames` opens the file anew."""
+        """The reader itself; every call of :meth:`frames` opens the file again."""
         return self
 
 
 class Cursor:
-    """Decodes forward; ``frames`` are numbered and ascending, ``total`` is how many the video has."""
+    """Forward decoder of numbered, ascending ``frames``; ``total`` is the length of the video."""
 
     def __init__(self, frames: Iterator[tuple[int, Any]], total: int) -> None:
         self._frames, self._total = frames, total
@@ -94,12 +94,12 @@ class Cursor:
         self.place = -1
 
     def begins(self) -> int:
-        """The number of the first frame; the total if there is none."""
+        """Number of the first frame; the total if there is none."""
         self._next = next(self._frames, None)
         return self._total if self._next is None else self._next[0]
 
     def shown(self, index: int) -> Any:
-        """What is shown at frame ``index``, which is the frame before if its packet held no picture."""
+        """The frame shown at ``index``; the one before if its packet held no picture."""
         while self.place < index:
             following, self._next = self._next or next(self._frames, None), None
             if following is None:

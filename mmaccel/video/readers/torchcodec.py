@@ -51,7 +51,7 @@ class TorchcodecReader(Reader):
         self.keyframes = np.unique([0, *map(int, keys)])
 
     def frames(self, indices: Sequence[int]) -> Iterator[tuple[float, np.ndarray]]:
-        """In small batches; torchcodec seeks by itself."""
+        """Decode in small batches; torchcodec seeks by itself."""
         for start in range(0, len(indices), _BATCH):
             batch = self._decoder.get_frames_at(list(indices[start : start + _BATCH]))
             times = (batch.pts_seconds.numpy() - self._start).tolist()
@@ -59,5 +59,5 @@ class TorchcodecReader(Reader):
                 yield time, upright(picture, self._matrix, self._turned)
 
     def twin(self) -> TorchcodecReader:
-        """A second decoder of its own."""
+        """A second decoder of the file."""
         return TorchcodecReader(self._path, self._kind)
