@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import binomtest
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmaccel.accelerate.tuned import fingerprint
@@ -260,9 +260,7 @@ def found(report: dict[str, Any]) -> Iterator[tuple[str, Measurement]]:
 
 def sign_test(better: int, worse: int) -> float:
     """How likely at least so uneven a split of the questions that only one of two keeps is, if both are equally good."""
-    number = better + worse
-    tail = sum(math.comb(number, k) for k in range(min(better, worse) + 1))
-    return min(1.0, 2 * tail / 2**number)
+    return float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
 
 
 def against(title: str, rows: Mapping[str, Measurement]) -> str:

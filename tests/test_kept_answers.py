@@ -55,7 +55,7 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     asked = []
 
     class AnsweredBatch:
-        def __init__(self, model, processor, batch, longest, measure):
+        def __init__(self, model, processor, batch, longest, timed):
             self.names = [question.name for question, _ in batch]
 
         def measure(self, recipe):
@@ -107,7 +107,7 @@ def test_recipes_are_compared_question_by_question():
     rows |= {"tome:0.1": row([1] * 8), "pool:0.5": row([1]), "divprune:0.1+kivi": row([1])}
     said = [answers.against(title, rows) for title in rows]
     # 1 of 7 and 0 of 6: two tails of binomials by hand
-    assert answers.sign_test(6, 1) == 2 * (1 + 7) / 2**7 and answers.sign_test(2, 2) == 1
+    assert answers.sign_test(6, 1) == pytest.approx(2 * (1 + 7) / 2**7) and answers.sign_test(2, 2) == 1
     assert said == ["", "+6 -1, may be chance", f"+6 -0, p {2 / 2**6:.2g}", "", ""]
 
 

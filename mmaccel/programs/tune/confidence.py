@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+
+from ...errors import MmaccelError
 
 #: level of the intervals in reports
 SHOWN = 0.95
@@ -10,22 +13,13 @@ SHOWN = 0.95
 
 def interval(kept: int, asked: int, level: float = SHOWN) -> tuple[float, float]:
     """The exact interval (Clopper and Pearson 1934) of a share, of which ``kept`` of ``asked`` were seen."""
-    tail = (1 - level) / 2
-    return lower_bound(kept, asked, 1 - tail), 1 - lower_bound(asked - kept, asked, 1 - tail)
+    low, high = _test(kept, asked, "two-sided").proportion_ci(level)
+    return float(low), float(high)
 
 
 def lower_bound(kept: int, asked: int, confidence: float) -> float:
-    """The one-sided lower bound of a share: where ``kept`` or more of ``asked`` have a probability of ``1 - confidence``."""
-    if not kept:
-        return 0.0
-    low, high = 0.0, kept / asked
-    for _ in range(60):
-        middle = (low + high) / 2
-        if _at_least(kept, asked, middle) > 1 - confidence:
-            high = middle
-        else:
-            low = middle
-    return low
+    """The one-sided exact lower bound of a share."""
+    return float(_test(kept, asked, "greater").proportion_ci(confidence).low)
 
 
 def samples_needed(keep: float, confidence: float) -> int:
@@ -34,13 +28,9 @@ def samples_needed(keep: float, confidence: float) -> int:
     return math.ceil(math.log(1 - confidence) / math.log(keep)) if 0 < keep < 1 else 1
 
 
-def _at_least(kept: int, asked: int, share: float) -> float:
-    """The probability of ``kept`` or more of ``asked``, from terms in logarithms."""
-    if not 0 < share < 1:
-        return float(share >= 1)
-
-    def term(seen: int) -> float:
-        ways = math.lgamma(asked + 1) - math.lgamma(seen + 1) - math.lgamma(asked - seen + 1)
-        return math.exp(ways + seen * math.log(share) + (asked - seen) * math.log1p(-share))
-
-    return math.fsum(term(seen) for seen in range(kept, asked + 1))
+def _test(kept: int, asked: int, alternative: str) -> Any:
+    try:
+        from scipy.stats import binomtest
+    except ImportError:
+        raise MmaccelError("Confidence intervals need scipy; run: pip install 'mmaccel[tune]'.") from None
+    return binomtest(kept, asked, alternative=alternative)

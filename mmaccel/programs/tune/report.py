@@ -93,15 +93,10 @@ def proxies(search: Search) -> dict[str, Any]:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """The rank correlation with mean ranks of equal values; None if one side is constant."""
-    import numpy as np
+    """The rank correlation; None if one side is constant."""
+    from scipy.stats import spearmanr
 
-    def ranks(values: Sequence[float]) -> Any:
-        _, at, times = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
-        return (np.cumsum(times) - (times - 1) / 2)[at]
-
-    a, b = ranks(first), ranks(second)
-    return float(np.corrcoef(a, b)[0, 1]) if a.std() and b.std() else None
+    return float(spearmanr(first, second).statistic) if len(set(first)) > 1 < len(set(second)) else None
 
 
 # --------------------------------------------------------------------------------------------------------- for readers

@@ -17,6 +17,7 @@ from ..identity import recipe_identity
 from ..resume import naming_files, run_settings, usable
 from . import report
 from .baselines import best_of
+from .confidence import interval
 from .evaluate import GOALS, Evaluator, Goal
 from .journal import Journal
 from .search import Search, Tuned, choose, front, split
@@ -129,7 +130,8 @@ def _identity(one: Recipe, model: Any) -> str:
 
 
 def _check(keep: float, goal: str, confidence: float | None, trials: int, out: str | Path) -> None:
-    """Raise MmaccelError if an argument is wrong."""
+    """Raise MmaccelError if an argument is wrong, or scipy is missing, which the end of the search needs."""
+    interval(1, 1)
     if not 0 < keep <= 1:
         raise MmaccelError(f"keep must be a share of the answers such as 0.99, got {keep}.")
     if goal not in GOALS:
