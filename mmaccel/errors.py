@@ -28,7 +28,7 @@ class UnsupportedError(MmaccelError):
 
 
 def no_json(error: Exception) -> str:
-    """Why a text is no JSON that can be read, in a few words: of a ValueError or RecursionError of :func:`json.loads`."""
+    """Reason why a text cannot be read as JSON, in a few words: of a ValueError or RecursionError of :func:`json.loads`."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
     if isinstance(error, UnicodeDecodeError):

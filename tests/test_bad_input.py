@@ -223,7 +223,7 @@ def test_a_family_of_that_kind_comes_before_the_refusal(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ({"model_type": "gpt_oss"}, "gpt_oss: its attention has learned sinks, which no key stands for."),
+        ({"model_type": "gpt_oss"}, "gpt_oss: its attention has learned sinks, which belong to no key."),
         ({"model_type": "qwen3_5_text"}, "qwen3_5_text: it has layers of linear_attention."),
         (
             {"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2},

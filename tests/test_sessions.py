@@ -305,10 +305,10 @@ def test_questions_hold_nothing_that_stands_for_pixels(family: str) -> None:
     one.push(film(family, 4))
     state = frozen(vars(one))
     for holder in HOLDERS[family]:
-        with pytest.raises(MmaccelError, match="stands for pixels in prompts of this model; write it") as caught:
+        with pytest.raises(MmaccelError, match="is a placeholder of pixels for this model; write it") as caught:
             one.ask(f"what does {holder} mean?")
         assert repr(holder) in str(caught.value)
-        with pytest.raises(MmaccelError, match="stands for pixels"):
+        with pytest.raises(MmaccelError, match="is a placeholder of pixels"):
             encode(zoo.processor(family), [Prompt("and then?", earlier=((f"{holder}?", "yes"),))])
     assert frozen(vars(one)) == state
     assert one.ask("is an <object> or an image [1] < 2 here, or a video?", 2) is not None
@@ -318,7 +318,7 @@ def test_the_same_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
     Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
     assert main(["ask", str(tmp_path / "a.png"), "what is <image> here?", "--device", "cpu"]) == 2
     out, err = capsys.readouterr()
-    assert not out and "holds '<image>', which stands for pixels" in err and len(err.strip().splitlines()) == 1
+    assert not out and "holds '<image>', which is a placeholder of pixels" in err and len(err.strip().splitlines()) == 1
 
 
 def test_what_is_no_clip() -> None:

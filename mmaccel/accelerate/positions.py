@@ -11,7 +11,7 @@ from ..recipe import Recipe
 
 
 def position_limit(model: Any) -> int | None:
-    """How many positions the language model of ``model`` has, with scaled RoPE; None if its config does not say."""
+    """Number of positions of the language model of ``model``, with scaled RoPE; None if its config does not say."""
     config = model.config.get_text_config()
     limit: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -28,8 +28,9 @@ def has_axes(model: Any) -> bool:
 
 
 def free_positions(model: Any, recipe: Recipe, inputs: Mapping[str, Any], enough: int) -> int | None:
-    """How many positions a prompt leaves for its answer, less than 0 if it is too long itself; None if at least ``enough``, or
-    the model has no limit.
+    """Number of positions that a prompt leaves for its answer, less than 0 if it is too long itself.
+
+    None if at least ``enough`` are left, or the model has no limit.
 
     Recipes that give tokens other positions (``positions="paper"``, methods that read a prompt in chunks) have no limit.
 
@@ -53,7 +54,7 @@ def free_positions(model: Any, recipe: Recipe, inputs: Mapping[str, Any], enough
 
 
 def prompt_positions(model: Any, inputs: Mapping[str, Any]) -> int:
-    """How many positions the longest row of a prompt takes; ``inputs`` as for :func:`free_positions`."""
+    """Number of positions of the longest row of a prompt; ``inputs`` as for :func:`free_positions`."""
     places = inputs.get("position_ids")
     if places is None:
         places = model._prepare_position_ids_for_generation(inputs["input_ids"], dict(inputs))

@@ -393,7 +393,7 @@ def accelerate_vlm(
         paper; see :class:`Recipe`.
     text_retain : share of the text keys that a cache policy keeps; by default all of them.
     proportional : ``"pictures"`` or ``"all"``: in the attention of the language model tokens that are left, of pictures or of
-        clips too, weigh as many as they stand for; see :class:`Recipe`. By default ``"none"`` do.
+        clips too, weigh as many as they represent; see :class:`Recipe`. By default ``"none"`` do.
     kernels : ``"auto"`` runs Triton kernels on GPUs on which they build; ``"off"`` runs their plain definitions for this model,
         whatever the device.
     **options : options of the recipe's methods, each of which must belong to one method only.

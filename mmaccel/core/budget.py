@@ -43,7 +43,7 @@ def budget_text(retain: Retain) -> str:
 
 
 def resolve(retain: Retain, size: int) -> int:
-    """How many of ``size`` tokens stay: the ratio rounded half up, at least one; or the count, at most all."""
+    """Number of ``size`` tokens that stay: the ratio rounded half up, at least one; or the count, at most all."""
     if isinstance(retain, int):
         return min(retain, size)
     # exact arithmetic: 0.29 * 100 is 28.999999999999996 in floating point
@@ -93,7 +93,7 @@ def counts(
     rounding: Callable[[Retain, int, tuple[int, int, int] | None], int] | None = None,
     grids: list[tuple[int, int, int]] | None = None,
 ) -> Tensor:
-    """How many tokens of every unit (segment, tile or picture) one stage keeps, ``[N]`` long on the CPU.
+    """Number of tokens that one stage keeps of every unit (segment, tile or picture), ``[N]`` long on the CPU.
 
     Parameters
     ----------

@@ -19,8 +19,8 @@ _NEXT = re.compile(r"\s*(?:<fake_token_around_image>)?\s*" + _FRAME.pattern)
 
 
 class Idefics3(TiledByText):
-    """``L`` tokens a tile. With a processor, tiles up to their global view are one picture; without it every tile stands for
-    itself."""
+    """``L`` tokens a tile. With a processor, tiles up to their global view are one picture; without it every tile is a
+    picture."""
 
     name = "idefics3"
     model_types = ("idefics3",)

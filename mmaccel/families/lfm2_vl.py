@@ -28,7 +28,7 @@ class ShortConvolutions(Stateful):
 class Lfm2VL(ShortConvolutions, TiledByText):
     """A convolution sees the two tokens before its own, and these are its state. What is dropped before it has never been there
     for it. With a processor, tiles between which only marks of places stand are one picture; without it, or without marks,
-    every tile stands for itself.
+    every tile is a picture.
     """
 
     name = "lfm2_vl"

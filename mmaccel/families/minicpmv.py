@@ -23,7 +23,7 @@ _FRAME = re.compile(r"</(image|slice)><image>")
 
 class MiniCpmV(Stateful, TiledByText):
     """With a processor, a thumbnail and its slices are one picture, and frames that stand one behind the other are one clip;
-    without it each of them stands for itself. Positions of 4.6 are plain.
+    without it each of them is a clip. Positions of 4.6 are plain.
     """
 
     name = "minicpmv4_6"

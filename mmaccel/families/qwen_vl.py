@@ -38,7 +38,7 @@ class Qwen25VL(Qwen2VL):
         return sorted(self.vision.fullatt_block_indexes)
 
     def tap_layer(self, layer: float | None) -> int:
-        """By default the last block that attends to a whole frame."""
+        """The last block that attends to a whole frame, by default."""
         if layer is not None:
             return super().tap_layer(layer)
         return max(self.vision.fullatt_block_indexes)
@@ -53,7 +53,7 @@ class Qwen25VL(Qwen2VL):
         return (blocks[:, None] * self.merge**2 + torch.arange(self.merge**2)).flatten()
 
     def window_order(self, modality: Modality, encoded: EncoderCall) -> list[Tensor]:
-        """Which token stands at each place of the tower's sequence: windows in raster order, cells in raster order in
+        """Order of tokens in the tower's sequence: windows in raster order, cells in raster order in
         each; one tensor a picture."""
         side = self.vision.window_size // self.merge // self.vision.patch_size
         offset, out = 0, []

@@ -24,7 +24,7 @@ _CHOOSING = (
 _EMBEDDED = "every layer of the language model has an embedding of its own for every token of the prompt"
 _ENCODED = "an encoder of its own reads pictures and prompt together, and what decodes has no visual tokens"
 _LATENTS = "the cache holds latents, of which every layer makes keys and values anew at each step"
-_CROSSING = "pictures are read by layers of cross-attention, and make no tokens of the prompt"
+_CROSSING = "pictures are read by layers of cross-attention, and are not tokens of the prompt"
 _SPEAKS = "it holds a talker too; accelerate what sees and answers, by accelerate_vlm(model.thinker)"
 
 #: model types that would answer wrongly or save nothing -> why, as the end of a sentence
@@ -43,7 +43,7 @@ REFUSED: dict[str, str] = {
 #: kinds of layers of a language model that only attend, as its configuration names them
 _ATTENDING = {"full_attention", "sliding_attention"}
 #: language models whose attention has a term that ours has not -> which
-_SINKS = {"gpt_oss": "its attention has learned sinks, which no key stands for"}
+_SINKS = {"gpt_oss": "its attention has learned sinks, which belong to no key"}
 
 _families: dict[str, type[Family]] = {}
 

@@ -82,7 +82,7 @@ def _begins(path: Path) -> str | None:
 @dataclasses.dataclass(frozen=True)
 class Chat:
     """Messages as chat templates take them, ``{"role": ..., "content": [part, ...]}``, whose parts ``{"type": "image"}`` and
-    ``{"type": "video"}`` stand for the pictures and clips in their order; a picture is what
+    ``{"type": "video"}`` are placeholders of the pictures and clips in their order; a picture is what
     :func:`~mmaccel.media.picture.load_picture` takes."""
 
     messages: tuple[dict[str, Any], ...]
@@ -121,7 +121,7 @@ def encode(processor: Any, prompts: Sequence[Prompt | Chat]) -> Any:
     Raises
     ------
     MmaccelError
-        If a text is none, or holds what stands for pixels in prompts of this model, or a picture or clip is none, or the
+        If a text is none, or holds a placeholder of pixels of this model, or a picture or clip is none, or the
         model's chat template does not take the messages, or its processor the sizes.
     UnsupportedError
         If there is a clip and the processor takes none, or rows must be padded and the tokenizer cannot.
@@ -195,7 +195,7 @@ def check_words(processor: Any, texts: Sequence[Any]) -> None:
         found = next((token for token in pixels if token in words), None)
         if found is not None:
             raise MmaccelError(
-                f"The question holds {found!r}, which stands for pixels in prompts of this model; write it in another way."
+                f"The question holds {found!r}, which is a placeholder of pixels for this model; write it in another way."
             )
 
 

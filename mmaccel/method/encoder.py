@@ -20,7 +20,7 @@ class EncoderTokens:
     Where the projector joins blocks of patches, whole blocks are merged, and each block is one token here.
 
     keys : ``[N, T, d]`` float32, the layer's keys, mean over heads; of a block the keys of its patches, concatenated.
-    size : ``[N, T]`` float32, how many patches (or blocks) each token stands for.
+    size : ``[N, T]`` float32, how many patches (or blocks) each token represents.
     protected : number of leading tokens (CLS) that take no part.
     depth : the share of the tower's layers that come before this one.
     cls_attention : ``[N, T]`` float32, the attention paid by CLS in this layer, mean over heads; of a block the sum. Only for
@@ -43,7 +43,7 @@ class EncoderMethod(Method):
 
     site = "encoder"
     excludes = {"encoder": "a recipe has at most one method at site 'encoder'"}
-    #: proportional attention: a merged token counts as the patches it stands for (log of their number is added to the logits)
+    #: proportional attention: a merged token counts as the patches it represents (log of their number is added to the logits)
     proportional: ClassVar[bool] = True
     #: whether :attr:`EncoderTokens.cls_attention` is to be filled
     needs_cls: ClassVar[bool] = False
@@ -62,7 +62,7 @@ class EncoderMethod(Method):
 
     @abstractmethod
     def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:
-        """How many tokens to remove in each of ``layers`` layers, so that ``kept`` of ``tokens`` remain, CLS not counted."""
+        """Number of tokens to remove in each of ``layers`` layers, so that ``kept`` of ``tokens`` remain, CLS not counted."""
 
     def fewest(self, tokens: int, layers: int) -> int:
         """The fewest tokens that :meth:`schedule` can leave of ``tokens``; by default each layer halves them. A language
@@ -76,7 +76,7 @@ class EncoderMethod(Method):
     def weigh(self, tokens: EncoderTokens, target: Tensor) -> Tensor:
         """``[N, T]`` float32: the weight of each token in the slot ``target [N, T]`` it flows into.
 
-        By default those of a mean, weighted by the number of patches that tokens stand for.
+        By default those of a mean, weighted by the number of patches that tokens represent.
         """
         total = torch.zeros_like(tokens.size).scatter_add_(1, target, tokens.size)
         return tokens.size / total.gather(1, target)

@@ -32,7 +32,7 @@ class FramesMethod(Method):
         """The frames that replace ``frames [T, H, W, 3]`` uint8, a clip."""
 
     def choose(self, frames: np.ndarray, retain: float) -> np.ndarray:
-        """Which of ``frames [T, H, W, 3]`` the result of :meth:`clip` consists of, ``[T']`` ascending; by default all.
+        """The ``frames [T, H, W, 3]`` that the result of :meth:`clip` consists of, ``[T']`` ascending; by default all.
 
         A method that drops frames overrides it, so that time stamps stay correct.
         """

@@ -119,7 +119,7 @@ class CacheOptions:
     head_budget : how a layer's budget is distributed over its KV heads. ``uniform``; ``adaptive:0.2`` (AdaKV: heads compete
         for the budget, of which 20 % is distributed uniformly); ``concentrated:0.2`` (the same, with more weight for heads of
         concentrated attention); ``safeguard:0.2`` (the best 20 % of each head's share stay, and the rest compete).
-    compact : what becomes of the other keys. ``evict`` drops them; ``pivot``, ``weighted``, ``average`` (LOOK-M), ``ema:0.5``
+    compact : how the other keys are treated. ``evict`` drops them; ``pivot``, ``weighted``, ``average`` (LOOK-M), ``ema:0.5``
         (D2O) and ``blend`` merge them into the kept key of largest cosine; ``nearest`` into the nearest in the sequence
         (Elastic Cache).
     every : 0 compacts at the end of prefill only; n also after every n decode steps, back to the size that prefill left. Each

@@ -97,7 +97,7 @@ def files(package: ModuleType) -> list[str]:
 
 
 def offered(group: str, kind: type) -> Iterator[type[Any] | ModuleType]:
-    """What installed packages offer through an entry point group, loaded: subclasses of ``kind``, or modules.
+    """Offers of installed packages through an entry point group, loaded: subclasses of ``kind``, or modules.
 
     Raises
     ------

@@ -20,7 +20,7 @@ _PATIENCE = 1e6
 
 @dataclass(frozen=True)
 class DecodeSpec:
-    """Which frames of a video to decode and how; the options of :func:`mmaccel.video.decode`."""
+    """Decode options of a video; those of :func:`mmaccel.video.decode`."""
 
     frames: int | None = 16
     fps: float | None = None

@@ -223,9 +223,9 @@ def test_a_stream_takes_no_longer_than_it_may(films, slow):
 
 
 def test_what_stands_for_pixels_is_no_question(house, films, files):
-    with pytest.raises(MmaccelError, match=r"holds '<\|video_pad\|>', which stands for pixels"):
+    with pytest.raises(MmaccelError, match=r"holds '<\|video_pad\|>', which is a placeholder of pixels"):
         answered(films, Prompt("what is <|video_pad|>?", clip=clip()), "uniform")
-    with pytest.raises(MmaccelError, match="holds '<image>', which stands for pixels"):
+    with pytest.raises(MmaccelError, match="holds '<image>', which is a placeholder of pixels"):
         answered(house.engine("picture"), Prompt("<image>?", scene(files).pictures), "uniform")
     live = Live(films, limits.recipe("infinipot-v"), clip(12), cap=128, chunk=4)
     live.step()

@@ -37,7 +37,7 @@ class Place:
 
     @staticmethod
     def of_one_run(start: int, tokens: list[int], visual: Tensor, before: int) -> Place:
-        """That of a picture whose one run of placeholders, in the ``tokens`` of the reduced range, was ``before`` long."""
+        """Position of a picture whose one run of placeholders, in the ``tokens`` of the reduced range, was ``before`` long."""
         last = int(visual.nonzero()[-1]) + 1
         more = before - int(visual.sum())
         return Place(
