@@ -247,7 +247,7 @@ def answer(
 
 
 def agreement(full: Answer, fast: Answer) -> dict[str, Any]:
-    """How the accelerated answer compares with the full one.
+    """Comparison of the accelerated answer with the full one.
 
     Returns
     -------

@@ -64,7 +64,7 @@ def run(
     target: Annotated[
         Literal["answers", "effect", "attention"],
         typer.Option(
-            help="What it learns from: what becomes of the model's answers with the tokens that it picks; or, with less work, "
+            help="What it learns from: how the model's answers change with the tokens that it picks; or, with less work, "
             "how much the answer hangs on each token, or what the token is paid in the layer whose attention keeps the answers "
             "best, which needs no gradient of the model."
         ),

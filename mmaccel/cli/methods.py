@@ -2,7 +2,7 @@
 
 A method alone is also a recipe of that name. Sites: frames (pixels, before the processor; use mmaccel.prepare), encoder
 (between layers of the vision tower), projector (between tower and language model), layers (between layers of the language
-model), cache (keys and values, after prefill). Budget: exact (keeps what is asked), at_most (never more), adaptive (the
+model), cache (keys and values, after prefill). Budget: exact (keeps the budget), at_most (never more), adaptive (the
 content decides).
 
 NAME shows one method or recipe: its options with defaults and meaning, its paper, requirements, and supported families.
@@ -101,7 +101,7 @@ def _about(cls: Any) -> str:
 
 
 def official_doc(cls: Any) -> str:
-    """What the authors' variant of a method changes, in Markdown; empty if it has none."""
+    """Changes of the authors' variant of a method, in Markdown; empty if it has none."""
     for one in cls.__mro__:
         for paragraph in inspect.cleandoc(vars(one).get("__doc__") or "").split("\n\n"):
             if paragraph.startswith('``variant="official"``: '):

@@ -199,7 +199,7 @@ def _speeds(report: dict[str, Any]) -> str:
 
 
 def answers(folder: Path, model: Any, processor: Any, chosen: Recipe, say: Say) -> dict[str, Any]:
-    """How many questions of the suite a model answers correctly in full and accelerated, and which answers change."""
+    """Correct answers of a model on the suite, in full and accelerated, and the answers that change."""
     from ..programs.evaluate import Row, ask_suite, evaluate
     from ..suite import IMAGE_TASKS, VIDEO_TASKS
 

@@ -85,7 +85,7 @@ class OpenClipEncoder(Encoder):
             raise UnsupportedError("The open_clip tower has batch_first=False; create the model without that option.")
 
     def attach(self, needs_cls: bool, merging: Callable[[], Merging | None]) -> list[Callable[[], None]]:
-        """By hooks before every attention, which keeps queries and keys to itself: they are projected once more, the keys
+        """Attach hooks before every attention, which keeps queries and keys to itself: they are projected once more, the keys
         to their mean over heads, unless the method needs them per head."""
         hook = functools.partial(_look, needs_cls, merging)
         layers = self.tower_layers(self.tower)

@@ -34,7 +34,7 @@ class Tap:
         ``shift``: the length of what the MLP of a layer adds to each token, one number on an axis of its own.
         ``cls_attention_unsplit``, ``keys_unsplit``: as if the tower had a single head of its full width.
     layers
-        tower layers, counted as Python counts; ``None`` stands for the layer whose output the language model reads (for
+        tower layers, counted as Python counts; ``None`` is the layer whose output the language model reads (for
         towers with windowed attention, for the last layer with full attention up to it). A float is a share of the tower's
         depth, rounded half up (there the nearest layer with full attention, the deeper of two).
     """
@@ -193,7 +193,7 @@ class Method(ABC):
         self.check(family)
 
     def conflict(self, other: Method) -> str | None:
-        """Why a recipe cannot combine this method with ``other``, as part of a sentence; None if it can.
+        """Reason why a recipe cannot combine this method with ``other``, as part of a sentence; None if it can.
 
         Asked of every method about every other one, as the recipe has them and again as they are fitted to a model. By default
         the reason in :attr:`excludes`.
@@ -214,7 +214,7 @@ class Method(ABC):
             )
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
-        """How many of the ``size`` tokens of a picture or clip the authors' program keeps at the ratio ``retain``.
+        """Number of the ``size`` tokens of a picture or clip that the authors' program keeps at the ratio ``retain``.
 
         Used with ``variant="official"``; the caller raises 0 to 1, and budgets that are counts are taken as they are. By
         default the exact rounding. ``grid`` is (t, h, w) of a picture or clip that is one unit, else None (tiles, frames).

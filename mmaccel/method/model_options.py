@@ -82,8 +82,8 @@ class KeepLoaded:
 
 
 def content_of(name: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
-    """What a model is loaded from: the resolved folder ``name`` with names, sizes and times of its files; or a hub id as it is,
-    without files."""
+    """Identity of the source of a model: the resolved folder ``name`` with names, sizes and times of its files; or a hub id
+    as it is, without files."""
     folder = Path(name)
     try:
         if not folder.is_dir():

@@ -131,7 +131,7 @@ class ReadingPolicy(Policy):
     # --- for methods to fill in -----------------------------------------------------------------------------------
     @property
     def unit(self) -> int:
-        """How many consecutive visual keys are read as a whole."""
+        """Number of consecutive visual keys that are read as a whole."""
         return 1
 
     @property
@@ -141,8 +141,8 @@ class ReadingPolicy(Policy):
         return type(self).summarise is not ReadingPolicy.summarise
 
     def summarise(self, units: KeyUnits) -> dict[str, Tensor]:
-        """What :meth:`rate` looks at instead of all keys, ``[B, ...]`` each; it is kept with the cache, and made again when
-        visual keys were added, packed or forgotten. By default nothing."""
+        """Summary that :meth:`rate` looks at instead of all keys, ``[B, ...]`` each; it is kept with the cache, and made again
+        when visual keys were added, packed or forgotten. By default nothing."""
         return {}
 
     def level(self, layers: Sequence[Observed], share: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class ReadingPolicy(Policy):
         """``[B, 1 or Hkv, P]`` float: units of higher rating are read; meaningless where there is none."""
 
     def wanted(self, count: Tensor, there: Tensor) -> Tensor:
-        """How many units are read where ``count`` of the ``there`` keys may be, long, all of one shape."""
+        """Number of units that are read where ``count`` of the ``there`` keys may be, long, all of one shape."""
         return torch.minimum(count, there)
 
     def pick(self, step: ReadStep) -> tuple[Picked, dict[str, Tensor]]:

@@ -1,1 +1,1 @@
-"""What is made with an accelerated model: evaluation, streams of video, benchmarks, bulk video question answering."""
+"""Programs with an accelerated model: evaluation, streams of video, benchmarks, bulk video question answering."""

@@ -130,7 +130,7 @@ def _read(sample: Sample, frames: int) -> Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one recipe did to one question.
+    """Result of one recipe on one question.
 
     ``right`` is None without an expected answer; ``same`` compares the text with the unaccelerated answer ``full``; ``kl``
     is KL(unaccelerated || accelerated) in nats, the mean over the tokens of ``full``, its end included. Tokens and bytes

@@ -93,7 +93,7 @@ def class_identity(cls: type) -> str:
     """Digest of a class's code: the source files of its modules and of the modules that these use, and its bytecode.
 
     Bases count too. Left out are the standard library and installed packages, except for the package of the class itself;
-    :mod:`mmaccel` counts whole. Bytecode stands for what has no file, such as a class made in a notebook or by ``exec``.
+    :mod:`mmaccel` counts whole. Bytecode replaces what has no file, such as a class made in a notebook or by ``exec``.
     """
     return digest(_Code(cls))
 
@@ -279,8 +279,8 @@ def _sums(weight: torch.Tensor) -> Any:
 
 
 def digests(model: str) -> dict[str, str | None]:
-    """Of a folder, a digest of every byte of every file that may decide an answer: weights, configurations, tokenizer, chat
-    templates, processors, code. Of a hub id, the commit that it stands for on this machine, which names them all; or None.
+    """Digest of every byte of every file of a folder that may decide an answer: weights, configurations, tokenizer, chat
+    templates, processors, code. Of a hub id, the commit that it resolves to on this machine, which names them all; or None.
 
     Nothing is taken from an earlier reading. A bar on standard error shows a reading that takes long.
 

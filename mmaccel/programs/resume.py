@@ -86,7 +86,7 @@ def without_unusable(
     complain: Callable[[str], None] | None,
     fatal: tuple[type[Exception], ...] = (torch.OutOfMemoryError, UnsupportedError),
 ) -> tuple[Batch, T | None]:
-    """What ``run`` makes of a batch, without the questions that it cannot use.
+    """Results of ``run`` for a batch, without the questions that it cannot use.
 
     Where ``run`` fails, every question is tried alone; those that fail are left out, and ``complain`` is told of each in a
     sentence. Errors that are ``fatal`` say nothing of a question and are raised.

@@ -1,1 +1,1 @@
-"""What several commands share; no file in here is a command."""
+"""Parts of several commands; no file in here is a command."""

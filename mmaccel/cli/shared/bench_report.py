@@ -112,7 +112,7 @@ def parts(row: Row) -> str:
 
 
 def losses(row: Row) -> list[str]:
-    """What did not get faster, and why, in a sentence; none where all is well."""
+    """Note of what did not get faster, and why, in a sentence; empty if everything did."""
     if row["problem"] is not None or "verdict" not in row:
         return []
     worse = [_WATCHED[name] for name, found in row["verdict"].items() if found == "slower"]
@@ -125,7 +125,7 @@ def losses(row: Row) -> list[str]:
 
 # --- two reports ------------------------------------------------------------------------------------------------------
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, int]:
-    """What changed between two reports, as text, and the number of regressions.
+    """Changes between two reports, as text, and the number of regressions.
 
     Ratios to the bare model are compared, since they were measured in pairs and hold on another machine; a change counts
     where the spreads do not overlap. Bytes have no spread: there growth above 1% counts.

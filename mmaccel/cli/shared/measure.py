@@ -1,4 +1,4 @@
-"""What ``eval``, ``compare``, ``tune`` and ``distil`` share: questions, model, progress, and results that can be resumed."""
+"""Parts of ``eval``, ``compare``, ``tune`` and ``distil``: questions, model, progress, and results that can be resumed."""
 
 from __future__ import annotations
 

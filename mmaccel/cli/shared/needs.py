@@ -1,4 +1,4 @@
-"""What families need that may not be installed."""
+"""Packages that families need and that may not be installed."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class RecipeOptions:
     ] = None
 
     def changes(self) -> dict[str, Any]:
-        """What ``--retain`` and ``--set`` say, as changes of a recipe. Raises MmaccelError if a text is no option, or its
+        """Changes of a recipe by ``--retain`` and ``--set``. Raises MmaccelError if a text is no option, or its
         value cannot be read."""
         found: dict[str, Any] = {} if self.retain is None else {"retain": self.retain}
         return found | dict(_setting(text) for text in self.set or ())

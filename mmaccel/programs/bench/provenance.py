@@ -1,4 +1,4 @@
-"""Where figures come from: command, date, machine and versions, the same way beside every figure."""
+"""Provenance of figures: command, date, machine and versions, the same way beside every figure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def processor(device: str = "cpu") -> str:
 
 
 def versions(packages: Iterable[str] = ("torch", "transformers", "mmaccel")) -> dict[str, str]:
-    """Of Python and packages; of those that are loaded, what they call themselves (torch names its CUDA there)."""
+    """Versions of Python and packages; of those that are loaded, what they call themselves (torch names its CUDA there)."""
     found = {"python": platform.python_version()}
     for name in packages:
         loaded = getattr(sys.modules.get(name), "__version__", None)

@@ -141,7 +141,7 @@ class ModelSubject:
         return noise(work.frames or work.pictures, side, side, bool(work.frames))
 
     def inputs(self, work: Workload, pixels: Sequence[np.ndarray], processor: Any = None) -> dict[str, Tensor]:
-        """By the processor. Raises UnsupportedError if the processor takes no video."""
+        """Inputs made by the processor. Raises UnsupportedError if the processor takes no video."""
         from PIL import Image
 
         from ...media.files import Prompt, encode

@@ -24,7 +24,7 @@ _READ, _CHUNKED = 128 << 10, 8 << 10
 
 
 def limit() -> int:
-    """How many connections this process may have."""
+    """Number of connections that this process may have."""
     if sys.platform == "win32":
         return CONNECTIONS
     import resource

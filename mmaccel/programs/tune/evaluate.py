@@ -88,7 +88,7 @@ class Measurement:
         return sum(self.drift) / len(self.drift)
 
     def share(self, goal: Goal) -> float:
-        """What is spent of what the bare model spends."""
+        """Share of the bare model's cost that is spent."""
         if goal == "cost":
             return (self.share("ttft") + self.share("kv")) / 2
         return self.spent[goal] / self.bare[goal] if self.bare[goal] else 1.0
