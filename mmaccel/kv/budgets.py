@@ -1,4 +1,4 @@
-"""How the budget of the cache is split over layers and over the KV heads of a layer.
+"""Budgets of the cache, split over layers and over the KV heads of a layer.
 
 Every function is exact: what it gives sums to what was asked for. The authors' roundings stand beside them.
 """
@@ -28,7 +28,7 @@ def pyramid(count: int, sizes: list[int], beta: float) -> list[int]:
 
 
 def pyramid_ends(count: int, size: int, beta: Fraction) -> tuple[Fraction, Fraction]:
-    """What the first and the last layer of a pyramid with mean ``count`` have, where a layer has ``size`` keys at most."""
+    """Budgets of the first and the last layer of a pyramid with mean ``count``, where a layer has ``size`` keys at most."""
     least = count / beta
     most = 2 * count - least
     return (Fraction(size), Fraction(2 * count - size)) if most >= size else (most, least)
@@ -213,7 +213,7 @@ def concentrated(scores: Tensor, among: Tensor, count: Tensor) -> Tensor:
 
 
 def safeguard(scores: Tensor, among: Tensor, count: Tensor, floor: float) -> Tensor:
-    """Which keys stay, ``[B, H, K]`` bool: the best ``floor * count`` of every head, then the best of all heads."""
+    """Mask of the keys that stay, ``[B, H, K]`` bool: the best ``floor * count`` of every head, then the best of all heads."""
     heads = scores.shape[1]
     sure = top_mask(
         scores.flatten(0, 1),

@@ -145,7 +145,7 @@ def state_of(cache: Any) -> CacheState | None:
 
 
 def pinned_of(kwargs: Mapping[str, Any]) -> StaticView | None:
-    """What the cache among the arguments of a forward was pinned to, if it is."""
+    """Static view of the cache among the arguments of a forward, if it has one."""
     state = state_of(cache_in(kwargs))
     return None if state is None else state.shared.pinned
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Stored(Protocol):
-    """What is asked of a layer before it is read."""
+    """Protocol of a layer before it is read."""
 
     ragged: Ragged | None
 
@@ -28,7 +28,7 @@ class Stored(Protocol):
 
 
 class Readable(Protocol):
-    """What is read of a layer, see :class:`.packed.QuantisedLayer`."""
+    """Protocol of a layer that is read, see :class:`.packed.QuantisedLayer`."""
 
     @property
     def ragged(self) -> Ragged | None:

@@ -1,4 +1,4 @@
-"""What a cache is told of the forward of the text model that is being run."""
+"""Forward metadata for the cache."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ForwardInfo:
         return next(phase for first, phase in reversed(self.phases) if first <= layer)
 
     def sparse(self, layer: int) -> SparseRead | None:
-        """What a layer reads in this forward; None for everything."""
+        """Sparse read of a layer in this forward; None for everything."""
         if not self.reads:
             # nearly every forward
             return None

@@ -1,4 +1,4 @@
-"""Where every stored key came from, and who may attend to it."""
+"""Index of stored keys: the place that each came from, and the masks that follow from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def leftmost(there: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tens
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """What the host has made, or another device, moved without waiting for what ``device`` is doing."""
+    """Move a tensor from the host or another device without waiting for the work of ``device``."""
     return x.to(device, non_blocking=device.type != "cpu")
 
 
@@ -115,7 +115,7 @@ class KeyIndex:
 
     @property
     def lengths(self) -> Tensor:
-        """How many keys every row stores, and every head where heads differ: ``[B, 1 or Hkv]`` long on the CPU."""
+        """Number of keys that every row stores, and every head where heads differ: ``[B, 1 or Hkv]`` long on the CPU."""
         if not self.padded:
             return torch.full((len(self._index), self._index.shape[1] if self.of_heads else 1), len(self))
         if self._lengths is None:
@@ -123,7 +123,7 @@ class KeyIndex:
         return torch.tensor(self._lengths) + self._more
 
     def held(self, heads: int) -> int:
-        """How many keys so many heads of all rows store together, where that is :attr:`known`."""
+        """Number of keys that a number of heads of all rows store together, where it is :attr:`known`."""
         if not self.padded:
             return len(self._index) * heads * len(self)
         return (self._sum + self._more * self._many) * (heads // self._own)
@@ -161,7 +161,7 @@ class KeyIndex:
         return window is not None and self.upto + coming > window
 
     def mask(self, queries: Tensor, window: int | None, together: Tensor | None = None) -> Tensor | None:
-        """Who may attend to what: ``[B, 1 or Hkv, q, K]`` bool, or None where plain causal attention says it all.
+        """Attention mask ``[B, 1 or Hkv, q, K]`` bool, or None where it is plain causal attention.
 
         ``queries [B, q]`` are the places of the queries, -1 for padding. For ``window`` see :meth:`windowed`.
         Of ``together [B, seen]`` see :class:`mmaccel.kv.forward_info.Phase`.
@@ -191,8 +191,8 @@ class KeyIndex:
         return (of_queries == of_keys) & (of_queries >= 0)
 
     def weighed(self, weights: Tensor, visible: Tensor | None, queries: int) -> Tensor:
-        """What is added to the logits of so many ``queries``, ``[B, 1 or Hkv, 1 or q, K]``: to those of keys at the first ``n``
-        places ``weights [B, n]``, and to those that are not ``visible [B, 1 or Hkv, q, K]`` the least number that there is.
+        """Additive mask of a number of ``queries``, ``[B, 1 or Hkv, 1 or q, K]``: for keys at the first ``n`` places
+        ``weights [B, n]``, and for those that are not ``visible [B, 1 or Hkv, q, K]`` the least number that there is.
 
         Layers that share this index ask with the same tensors, and get the same answer.
         """

@@ -34,7 +34,7 @@ def bare_bytes(keys: Tensor, values: Tensor) -> int:
 
 @dataclass
 class ScheduleState:
-    """What the schedule of a recipe carries from step to step beside the keys of one layer.
+    """State of a recipe's schedule from step to step, beside the keys of one layer.
 
     capacity : ``[B, Hkv]`` long on the CPU, keys each head may hold; settled at the end of a prompt.
     received : ``[B, Hkv, K]`` float32, figures per stored slot (see :meth:`mmaccel.method.Policy.observe`); slots that came
@@ -143,7 +143,7 @@ class KeptKeys:
         received: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> KeptKeys:
-        """What is ``kept [R, Hkv or 1, K]`` bool of ``keys`` and ``values [R, Hkv, K, D]`` from ``index [R, 1 or Hkv, K]``.
+        """Take the ``kept [R, Hkv or 1, K]`` bool of ``keys`` and ``values [R, Hkv, K, D]`` from ``index [R, 1 or Hkv, K]``.
         ``lengths [R, Hkv or 1]`` long on the CPU say how many that are, where it is known; else the host waits for it."""
         rows, heads = keys.shape[:2]
         shape = (rows, max(index.shape[1], kept.shape[1]), -1)
@@ -200,7 +200,7 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def index(self) -> KeyIndex:
-        """Where the stored keys came from; layers that store the same keys have one and the same.
+        """Index of the stored keys; layers that store the same keys share one.
 
         Raises
         ------
@@ -228,7 +228,7 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def places(self) -> int | None:
-        """How many keys there is a place for, over all rows and heads; None where only the device knows."""
+        """Number of keys that there is room for, over all rows and heads; None where only the device knows."""
         return self.keys.shape[:3].numel() + (0 if self.ragged is None else len(self.ragged.keys))
 
     @property

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class PageSlots:
-    """Where the packed pages of every head stand among its slots.
+    """Places of the packed pages of every head among its slots.
 
     first : ``[B, heads, W]`` long, the first slot of the pages of a head, in their order; ``W`` for none.
     of : ``[B, heads, W]`` long, the page of every packed slot, by its number within the head; meaningless behind the last.
@@ -23,7 +23,7 @@ class PageSlots:
 
     @staticmethod
     def make(pages: Pages, width: int, heads: int) -> PageSlots:
-        """Of ``width`` packed slots; of the first head alone if ``heads`` is 1, since all are alike. Nothing waits."""
+        """Listing of ``width`` packed slots; of the first head alone if ``heads`` is 1, since all are alike. Nothing waits."""
         cu, count = pages.cu_pages.long(), pages.count[pages.table.long()].long()
         head, number = _numbered(pages)
         before = count.cumsum(0) - count
@@ -46,7 +46,7 @@ class PageSlots:
 
 @dataclass(frozen=True, eq=False)
 class Listing:
-    """What the packed pages of one layer are called, so that a step can say in a table which of them it reads: of every head
+    """Names of the packed pages of one layer, by which a step lists in a table those that it reads: of every head
     first those that every step reads, then those that are picked.
 
     names : ``[B, Hkv, P + 1]`` int32, the pages that compete; the last is none.
@@ -90,7 +90,7 @@ class Listing:
         return replace(made, fixed=(table, at[total:], begin))
 
     def placed(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Where in a table all pages come of which every head picks so many, ``[T + B Hkv most]`` long, ``T`` for nowhere; and
+        """Places in a table of all pages of which every head picks a number, ``[T + B Hkv most]`` long, ``T`` for nowhere; and
         where heads begin, ``[B Hkv + 1]`` int32."""
         read = (self.always + counts).flatten()
         begin = pad(read.cumsum(0, dtype=torch.int32), (1, 0))
@@ -98,7 +98,7 @@ class Listing:
         return at.long(), begin
 
     def read(self, pages: Pages, units: Tensor, counts: Tensor) -> Pages:
-        """Of ``pages`` those that a step reads, for the picked ``units [B, 1 or Hkv, most]`` int32, ``counts [B, 1 or Hkv]`` of
+        """The ``pages`` that a step reads, for the picked ``units [B, 1 or Hkv, most]`` int32, ``counts [B, 1 or Hkv]`` of
         every head."""
         names = self.names.gather(2, units.long().expand(*self.names.shape[:2], -1)).flatten()
         if self.fixed is not None:

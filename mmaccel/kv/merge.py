@@ -1,4 +1,4 @@
-"""What becomes of keys that do not stay: merged into those that do. Everything is per KV head, in float32."""
+"""Merging evicted keys into kept ones. Everything is per KV head, in float32."""
 
 from __future__ import annotations
 

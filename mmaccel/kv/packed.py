@@ -22,8 +22,8 @@ from .shared import Shared
 
 
 class Held(NamedTuple):
-    """What the host knows of packed tokens: the ``places`` they have in their pages, and those that are ``live``, ``[B, 1 or
-    Hkv]`` long each, on the CPU."""
+    """Facts that the host knows about packed tokens: the ``places`` they have in their pages, and those that are ``live``,
+    ``[B, 1 or Hkv]`` long each, on the CPU."""
 
     places: Tensor
     live: Tensor
@@ -31,7 +31,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedGroup:
-    """What a layer has packed of one token group, apart from the rest.
+    """Packed keys of one token group.
 
     pages : of all heads; None before the first are packed.
     index : ``[B, 1 or Hkv, W]``, where the token of every place of the pages came from; -1 for dead places, whose token was
@@ -139,9 +139,9 @@ class QuantisedLayer(CompressedLayer):
         of the longest head; ``held``: of each what the host knows of its tokens.
     dequantised : ``[B, 1 or Hkv]`` long, how many of the first tokens in full precision were packed once; None if none was.
 
-    A token is packed once. It can be dropped; what becomes of its place is said at
+    A token is packed once. It can be dropped; its place is then treated as described at
     :meth:`mmaccel_kernels.pages.Pages.compacted`. The last few tokens that share scales go back to full precision, as what
-    their codes stand for, when they take less memory so; they are not packed again.
+    their codes represent, when they take less memory so; they are not packed again.
     """
 
     def __init__(self, shared: Shared, number: int) -> None:
@@ -154,7 +154,7 @@ class QuantisedLayer(CompressedLayer):
 
     @property
     def pages(self) -> Pages | None:
-        """What is packed of the first token group."""
+        """Packed keys of the first token group."""
         return self.packs[0] if self.packs else None
 
     @property
@@ -266,20 +266,20 @@ class QuantisedLayer(CompressedLayer):
         return eligible.others and len(self.index) - self.width < group.codec.residual + group.codec.page
 
     def eligible_slots(self, eligible: Eligible) -> Tensor:
-        """Which of the tokens in full precision may be packed, ``[B, 1 or Hkv, R]`` bool."""
+        """Mask of the tokens in full precision that may be packed, ``[B, 1 or Hkv, R]`` bool."""
         rest = self.index.by_head[..., self.width :]
         return (rest >= 0) & ~self._once(rest) & eligible.holds(rest)
 
     @property
     def loose(self) -> Tensor | None:
-        """How many tokens in full precision may be packed, ``[B, 1 or Hkv]`` long on the CPU; None where only the device
+        """Number of tokens in full precision that may be packed, ``[B, 1 or Hkv]`` long on the CPU; None where only the device
         knows."""
         if self.empty or not self.index.known or self.dequantised is not None or None in self.held:
             return None
         return self.index.lengths - sum(held.live for held in self.held if held is not None)
 
     def needed_on_host(self, kept: Tensor) -> list[Tensor]:
-        """What the host must know to evict all but ``kept`` from packed keys; nothing where none are packed."""
+        """Tensors that the host must know to evict all but ``kept`` from packed keys; none where none are packed."""
         if not self.packed and self.dequantised is None:
             return []
         there = self.index.by_head >= 0

@@ -35,7 +35,7 @@ class Parked:
         return Parked(both(self.places, other.places), self.lengths + other.lengths, planes)
 
     def split(self, wanted: Tensor, lengths: Tensor) -> tuple[Parked, Parked]:
-        """Those that are ``wanted [B, K]`` bool, of which there are ``lengths [B]`` on the CPU, and the others; left-padded."""
+        """Split into the ``wanted [B, K]`` bool tokens, ``lengths [B]`` of them on the CPU, and the others; left-padded."""
         if not lengths.any():
             return self._those(wanted, lengths), self
         return self._those(wanted, lengths), self._those((self.places >= 0) & ~wanted, self.lengths - lengths)
@@ -65,7 +65,7 @@ class Parked:
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """What waits at the input of a layer, and which of the first ``n`` places went on with their prompts, ``stayed [B, n]``
+    """Tokens that wait at the input of a layer, and the first ``n`` places that stayed with their prompts, ``stayed [B, n]``
     bool: as many visual tokens are seen in every forward."""
 
     aside: Parked
@@ -74,7 +74,7 @@ class Waiting:
 
 @dataclass
 class ReactivationMemory:
-    """What a recipe carries with the cache whose tokens may come back.
+    """State of a recipe with the cache whose dropped tokens may come back.
 
     visual : ``[B, n]`` bool, which of the first ``n`` places are visual tokens that entered the first layer that drops some.
     at : what waits at which layer of the language model.
@@ -90,7 +90,7 @@ class ReactivationMemory:
         self.visual = _extended(self.visual, visual, since)
 
     def add(self, layer: int, aside: Parked, stayed: Tensor, since: int) -> None:
-        """Of the places from ``since`` on ``stayed [B, S]`` bool do at a layer, and others wait."""
+        """Add the tokens that wait at a layer; of the places from ``since`` on those of ``stayed [B, S]`` bool stay."""
         before = self.at.get(layer)
         if before is not None:
             aside = before.aside.joined(aside)

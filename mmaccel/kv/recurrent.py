@@ -36,7 +36,7 @@ class RecurrentLayer(LinearAttentionLayer):
 
     @contextmanager
     def of_row(self, row: int) -> Iterator[None]:
-        """What runs inside sees, and changes in place, the states of one row of the batch."""
+        """Context in which a forward sees, and changes in place, the states of one row of the batch."""
         held = {name: getattr(self, name) for name in _STATES}
         for name, states in held.items():
             setattr(self, name, {key: None if x is None else x[row : row + 1] for key, x in states.items()})

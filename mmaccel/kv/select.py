@@ -1,4 +1,4 @@
-"""Which keys stay: ranked by a policy, the best of every head within its budget. Pure functions of tensors."""
+"""Selection of keys: ranked by a policy, the best of every head within its budget. Pure functions of tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def scored(policy: Policy, keys: KeyBatch) -> Tensor:
 
 
 def observed(policy: Policy, attention: LayerAttention, before: Tensor) -> Tensor:
-    """What the policy observes of an attention, ``[B, Hkv, K]`` float; checked."""
+    """Statistics that the policy observes of an attention, ``[B, Hkv, K]`` float; checked."""
     return check_tensor(policy, "observe()", policy.observe(attention, before), "float", before.shape, before)
 
 

@@ -1,4 +1,4 @@
-"""What the layers of one cache share. It knows no layer: layers hold it, and it holds none of them."""
+"""State that the layers of one cache share. Layers hold it, and it holds none of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NO_PICTURE = sys.maxsize
 
 @dataclass
 class Shared:
-    """What the layers of one cache share.
+    """State that the layers of one cache share.
 
     indices : of every layer where its keys came from, None before it has stored any; layers that store the same keys have one
         and the same.

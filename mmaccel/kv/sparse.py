@@ -23,7 +23,7 @@ Wanted = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Rivalry:
-    """Which of the keys of an index compete, in the order of their places: packed pictures stand before text that is older.
+    """Keys of an index that compete, in the order of their places: packed pictures stand before text that is older.
 
     order : ``[B, 1 or Hkv, K]`` long, the slots by place. there : the same shape, bool, as the others: which of these are keys.
     seen : the visual ones. fixed : those of them that are always read. rivals : the others.
@@ -39,8 +39,8 @@ class Rivalry:
 
     @staticmethod
     def make(index: KeyIndex, visual: Tensor, count: Tensor, sinks: int = 0, recent: float = 0) -> Rivalry:
-        """Of the first ``n`` places those are visual that ``visual [B, n]`` bool says; for ``sinks`` and ``recent``, which name
-        those that are always read, see :class:`mmaccel.method.CacheOptions`."""
+        """Make it where ``visual [B, n]`` bool says which of the first ``n`` places are visual; for ``sinks`` and
+        ``recent``, which name those that are always read, see :class:`mmaccel.method.CacheOptions`."""
         known = index.by_head.long()
         order = known.argsort(dim=-1, stable=True)
         known = known.gather(2, order)
@@ -60,7 +60,7 @@ class Rivalry:
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """What a step chooses from in the layers that share an index, by the slots of what was stored when this was made.
+    """Choices of a step in the layers that share an index, by the slots of what was stored when this was made.
 
     index : that of the layers, which is not held. stored : how many slots it had; whatever came later is always read.
     rated : ``[B, 1 or Hkv, P each, unit]`` int32, the slots of visual keys in their order, some consecutive ones in every unit,
@@ -92,7 +92,7 @@ class Choices:
 
     @staticmethod
     def make(index: KeyIndex, rivalry: Rivalry, unit: int, wanted: Wanted, partial: bool = False) -> Choices:
-        """What there is to choose from; the host waits once.
+        """Make the choices; the host waits once.
 
         Parameters
         ----------
@@ -172,7 +172,7 @@ class Choices:
         )
 
     def chosen(self, picked: Picked, total: int | None = None) -> ChosenKeys:
-        """What a step reads of what is stored; of all ``total`` slots where those are known. ``picked`` is what
+        """Sparse read of a step; of all ``total`` slots where those are known. ``picked`` is what
         :func:`mmaccel.method.sparse_read.best` found."""
         units = self.rated if self.each == 1 else self.rated.unflatten(2, (-1, self.each)).flatten(3)
         if total is None:
@@ -198,7 +198,7 @@ class Choices:
 
 @dataclass(frozen=True, eq=False)
 class LayerRead:
-    """What one layer carries from step to step: its ``choices``, the ``summary`` that they are rated by, and what the policy
+    """State of one layer from step to step: its ``choices``, the ``summary`` that they are rated by, and what the policy
     ``carried`` from the last step, ``[B, ...]`` each; and how its packed pages are ``listed``, once a step has asked."""
 
     choices: Choices
@@ -215,7 +215,7 @@ class LayerRead:
 
 @dataclass
 class SparseMemory:
-    """What a recipe that reads only some keys at every step carries with the cache; all keys stay stored.
+    """State of a recipe that reads only some keys at every step; all keys stay stored.
 
     count : ``[B]`` long, visual keys to be read of each row.
     paid : ``[B, n]`` float32, attention that the places up to the end of the last prompt received at the last step.
@@ -244,7 +244,7 @@ class SparseMemory:
         return replace(self, count=self.count.to(device), paid=paid, chosen=chosen)
 
     def moved(self) -> SparseMemory:
-        """What stays of it where places, or the slots of keys, are no longer what they were."""
+        """The part that stays valid when places, or the slots of keys, have changed."""
         return SparseMemory(self.count, level=self.level)
 
     def copy(self) -> SparseMemory:
@@ -267,7 +267,7 @@ class SparseMemory:
             self.layers[number] = LayerRead(made[id(layer.choices)], summary, carried)
 
     def choices(self, index: KeyIndex) -> Choices | None:
-        """Those that were made for the layers with this index."""
+        """The choices that were made for the layers with this index."""
         return next((one.choices for one in self.layers.values() if one.choices.index() is index), None)
 
 
@@ -302,7 +302,7 @@ class SparseRead:
         return self._made[id(index)]
 
     def index(self, index: KeyIndex) -> KeyIndex:
-        """Where the keys that are read came from."""
+        """Index of the keys that are read."""
         return self._of(index)[1]
 
     def read(self, index: KeyIndex, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ ROUND = 64
 
 
 class Layer(Protocol):
-    """What is asked of a layer; see :class:`.packed.QuantisedLayer`."""
+    """Layer protocol; see :class:`.packed.QuantisedLayer`."""
 
     keys: Any
     values: Any
@@ -34,7 +34,7 @@ class Layer(Protocol):
 
     @property
     def index(self) -> KeyIndex:
-        """Where the stored keys came from."""
+        """Index of the stored keys."""
 
     @property
     def packed(self) -> bool:
@@ -50,7 +50,7 @@ class Layer(Protocol):
 
 @dataclass(frozen=True)
 class WriteCursor:
-    """Where layers end that grow alike.
+    """Write cursor shared by layers of equal length.
 
     slot : ``[1]`` long, where the next token is written. filled : ``[1]`` long, how many keys there are then.
     visible : bool, the slots that hold a key; None where lengths alone say so.
@@ -88,7 +88,7 @@ class WriteCursor:
 
 
 class QuerySpec(NamedTuple):
-    """What a policy asks of the tokens to come: the queries of so many ``heads``, and whether it is to observe all of them."""
+    """Queries that a policy needs of the tokens to come: those of ``heads`` heads, and whether it observes all of them."""
 
     heads: int
     observed: bool
@@ -111,7 +111,7 @@ class Reader(Protocol):
         """Everything held."""
 
     def carried(self) -> Iterator[Tensor]:
-        """What every token changes of that."""
+        """Tensors that every token changes."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class StaticView:
     layers : the same as they are read. ends : where they end; layers that store equally many share one.
     own : nobody else has seen the tensors that keys and values are in. serves : steps that they may be pinned for in all.
     positions : ``[B, 1]`` long, of the next token. place : ``[1]`` long, how many came before it.
-    mask : ``[1, 1, 1, 1]`` bool, stands for one where nobody looks.
+    mask : ``[1, 1, 1, 1]`` bool, a placeholder where nobody looks.
     """
 
     def __init__(
@@ -300,12 +300,13 @@ class StaticView:
         self.place.add_(1)
 
     def counters(self) -> list[Tensor]:
-        """What every token moves on."""
+        """Counters that every token advances."""
         return [*(x for end in self.ends for x in (end.slot, end.filled)), *self.asked, self.positions, self.place]
 
     def remember(self) -> Callable[[], None]:
-        """What comes back takes out the tokens that have come since, of which there may be two: counters are what they are now,
-        and so is what is stored in the next slot and in the one before it."""
+        """Remember the counters, and what is stored in the next slot and in the one before it.
+
+        The function that comes back takes out the tokens that have come since, of which there may be two."""
         counters = [(x, x.clone()) for x in self.counters()]
         for layer in self.layers:
             counters += [(x, x.clone()) for x in (() if layer.reader is None else layer.reader.carried())]

@@ -119,7 +119,7 @@ class TokenMethod(Method):
 
     @property
     def foreseen(self) -> Foreseen:
-        """What determines the number of kept tokens in advance: the ``budget``; budget and ``grid`` without the
+        """Source of the number of kept tokens in advance: the ``budget``; budget and ``grid`` without the
         features; a ``limit``; or ``nothing``."""
         known: dict[str, Foreseen] = {"exact": "budget", "at_most": "limit"}
         return known.get(self.budget, "nothing")

@@ -1,4 +1,4 @@
-"""What a recipe changes in answers: accuracy, loyalty and KL divergence against the unaccelerated model, tokens and bytes kept.
+"""Changes of answers by a recipe: accuracy, loyalty and KL divergence against the unaccelerated model, tokens and bytes kept.
 
 >>> from mmaccel.programs.evaluate import Row, ask_suite, evaluate
 >>> rows = [Row("none"), Row("divprune", 0.5), Row("divprune", 0.1)]

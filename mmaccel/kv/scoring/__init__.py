@@ -1,1 +1,1 @@
-"""What cache policies share: the attention received by keys, chunks of neighbouring keys, copies of keys."""
+"""Parts of cache policies: the attention received by keys, chunks of neighbouring keys, copies of keys."""

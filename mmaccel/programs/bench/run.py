@@ -408,7 +408,7 @@ _TOKENS = ("prompt_tokens", "visual_tokens", "visual_tokens_kept", "visual_token
 
 
 def why_not(error: Exception, foreign: bool) -> str | None:
-    """Why something cannot be measured, in one line; None for an unexpected error, unless it is in ``foreign`` code."""
+    """Reason why something cannot be measured, in one line; None for an unexpected error, unless it is in ``foreign`` code."""
     if isinstance(error, MmaccelError):
         return str(error)
     # the CPU's allocator raises a plain RuntimeError

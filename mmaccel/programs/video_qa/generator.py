@@ -87,7 +87,7 @@ class Figures:
 
 
 def needs_own_prefill(recipe: Recipe) -> str | None:
-    """Why every question needs its own prefill with a recipe; None if one prefill of the video is enough.
+    """Reason why every question needs its own prefill with a recipe; None if one prefill of the video is enough.
 
     One is enough if nothing of the video depends on the question: with methods before the language model that do not look at
     the question. Methods inside it, cache policies and codecs see the question, or would make a difference to ``generate``.

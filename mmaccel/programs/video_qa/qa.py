@@ -93,7 +93,7 @@ class QASettings:
         self.decode_spec()
 
     def decode_spec(self) -> DecodeSpec:
-        """Which frames of a video are decoded."""
+        """Settings of the frames of a video that are decoded."""
         denser = 1 if self.chooser() is None else _DENSER
         select: Select = "keyframes" if self.frame_method == "keyframes" else "uniform"
         return DecodeSpec(self.frames * denser, select=select, threads=1, memory=self.memory)
@@ -129,7 +129,7 @@ class QASettings:
             yield window
 
     def identity(self) -> Record:
-        """What a run must have in common with an earlier one to resume it, see :class:`.answers.AnswerFile`. Raises
+        """Settings that a run must share with an earlier one to resume it, see :class:`.answers.AnswerFile`. Raises
         MmaccelError if the files of the model cannot be read."""
         # the template of a question with choices
         asked = VideoQuestion("", question="...", choices=("...", "...")).words()

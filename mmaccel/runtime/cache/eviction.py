@@ -103,7 +103,7 @@ class EvictKeys(CachePolicy):
 
     def keys_to_read(self, layer: LayerAttended) -> KeysToRead | None:
         """The attention of a prompt from the pass in which the policy sums it over the queries: on a CPU both cost what the
-        output alone does. None where the policy makes no such sums, and on a GPU, whose kernels are faster. What the policy
+        output alone does. None where the policy does not sum it, and on a GPU, whose kernels are faster. What the policy
         observed is used in :meth:`after_attention`."""
         query = layer.query
         if self.prompt is None or not layer.plain or not self.policy.observes:

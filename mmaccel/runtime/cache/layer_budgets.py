@@ -1,4 +1,4 @@
-"""How many keys of a prompt stay in each layer and row, settled before the layers are scored or by what is in them."""
+"""Budgets of a prompt by layer and row, known before the layers are scored or decided by their content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the codecs of a recipe pack in one forward of the text model.
+"""Packing: the codecs of a recipe in one forward of the text model.
 
 A layer is packed as soon as nothing is evicted from it any more, if the host knows how many tokens are due. Layers of which
 only the device knows wait for the end of the forward, and what is due of them is copied to the host together.
@@ -138,7 +138,7 @@ class PackKeys(Run):
 
     @cached_property
     def due(self) -> list[tuple[TokenGroup, Eligible]]:
-        """What may be packed in this forward, of every layer alike."""
+        """Token groups that may be packed in this forward, the same in every layer."""
         forward, shared = self.forward, self.state.shared
         if not self.looks:
             return []
@@ -229,7 +229,7 @@ class PackKeys(Run):
 
 
 def coming_unpacked(groups: Sequence[TokenGroup], shared: Shared, seen: int) -> int | None:
-    """How many tokens may follow those ``seen`` until one comes with which something may be packed; None if none ever does."""
+    """Number of tokens that may follow those ``seen`` before one with which something may be packed; None if none ever does."""
     if not any(group.of in ("all", "text") for group in groups):
         return None
     text, at = shared.text_rows, shared.pack_at

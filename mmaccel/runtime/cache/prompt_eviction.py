@@ -1,4 +1,4 @@
-"""What a policy does at the end of a prompt: the best keys of every layer stay, the rest is evicted or merged.
+"""Eviction at the end of a prompt: the best keys of every layer stay, the rest is evicted or merged.
 
 On a GPU some layers wait for each other and are evicted from together, as rows of one batch: what is done with a prompt of some
 hundred tokens costs less than starting it. Layers wait while the keys and values of those that do take up :data:`BYTES` at
@@ -55,7 +55,7 @@ class Chosen:
 
 
 class PromptEviction:
-    """What a policy does at the end of a prompt with pictures.
+    """Eviction at the end of a prompt with pictures.
 
     Where budgets are known before layers are scored nothing waits for the device. Where counts depend on the scores those of
     all layers are copied to the host together, when the forward is over.
@@ -395,7 +395,7 @@ class PromptEviction:
         return table
 
     def expected(self, tokens: Tokens, keys: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """What the queries behind those of ``tokens`` may be, if the policy looks into the future."""
+        """Mean and covariance of the queries that may follow ``tokens``, if the policy looks into the future."""
         if not self.policy.future or queries is None or self.state.shared.offset is None:
             return None
         if "future" not in tokens.memo:

@@ -1,4 +1,4 @@
-"""What happens to the cache while decoding: a layer that holds more than it may loses what ranks lowest, when it is time.
+"""Eviction while decoding: when it is time, a layer that holds more than its limit loses the keys that rank lowest.
 
 It is done when a forward is over, for all layers together: they are the rows of one batch. Nothing happens in the steps
 between: queries are remembered as they are, and the policy observes them together before keys are chosen. How many keys stay
@@ -253,7 +253,7 @@ class Schedule:
 
 
 def room_of(policy: Policy, layer: QuantisedLayer) -> Tensor:
-    """How many keys each head of a layer behind its prompt may hold, ``[B, Hkv]`` long on the CPU."""
+    """Number of keys that each head of a layer may hold behind its prompt, ``[B, Hkv]`` long on the CPU."""
     capacity = layer.schedule.capacity
     assert capacity is not None
     room = torch.full_like(capacity, policy.cap) if policy.cap else capacity
@@ -265,7 +265,7 @@ def room_of(policy: Policy, layer: QuantisedLayer) -> Tensor:
 
 
 def coming_kept(policy: Policy, state: CacheState, query_spec: QuerySpec | None) -> int:
-    """How many tokens may follow until one comes with which a schedule may evict, or observe what it asks."""
+    """Number of tokens that may follow before one with which a schedule may evict or observe."""
     found = []
     for layer in state.layers:
         schedule = layer.schedule
@@ -281,6 +281,6 @@ def coming_kept(policy: Policy, state: CacheState, query_spec: QuerySpec | None)
 
 
 def query_spec_of(policy: Policy, heads: int) -> QuerySpec | None:
-    """What a policy with a schedule asks of the tokens to come, of a model with so many query heads."""
+    """Queries that a policy with a schedule needs of the tokens to come, of a model with ``heads`` query heads."""
     observed = policy.observes and policy.observes_steps
     return QuerySpec(heads, observed) if observed or policy.window else None

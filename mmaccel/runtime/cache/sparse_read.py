@@ -50,7 +50,7 @@ def first_layer(policy: Policy, depth: int) -> int:
 
 
 def sparse_read(policy: Policy, shared: Shared, layer: CompressedLayer, attention: LayerAttention) -> SparseRead | None:
-    """What the layers above read in this step, chosen by the attention of its one token in the ``layer`` below;
+    """Sparse read of the layers above in this step, chosen by the attention of its one token in the ``layer`` below;
     what was attended to and chosen is carried to the next step. None, which is everything, where :func:`note_prompt`
     has left nothing with the cache."""
     if shared.grid_table is None or shared.sparse is None:
@@ -79,8 +79,8 @@ def sparse_read(policy: Policy, shared: Shared, layer: CompressedLayer, attentio
 def read_layer(
     policy: ReadingPolicy, layer: QuantisedLayer, query: Tensor, keys: Tensor | None, scaling: float
 ) -> ChosenKeys | None:
-    """What a ``layer`` reads for ``query [B, Hq, 1, D]`` of all its ``keys [B, Hkv, K, D]``; None, which is everything, where
-    nothing is to be left out. Where ``keys`` are None packed ones are decoded only if they are needed."""
+    """Keys that a ``layer`` reads for ``query [B, Hq, 1, D]`` of all its ``keys [B, Hkv, K, D]``; None, which is everything,
+    where nothing is to be left out. Where ``keys`` are None packed ones are decoded only if they are needed."""
     memory = layer.shared.sparse
     if memory is None or layer.shared.grid_table is None or (policy.window and memory.level is None):
         return None
@@ -138,7 +138,7 @@ def _chosen(
 
 
 def packed_read(layer: QuantisedLayer, chosen: ChosenKeys) -> Pages | None:
-    """Of the packed pages of a ``layer`` those that a step reads of which this was ``chosen``; None where keys are not chosen
+    """The packed pages of a ``layer`` that a step reads, of the keys ``chosen``; None where keys are not chosen
     by packed pages."""
     memory, pages = layer.shared.sparse, layer.pages
     assert memory is not None
@@ -161,7 +161,7 @@ def _listed(held: LayerRead, pages: Pages) -> LayerRead:
 
 @dataclass(frozen=True, eq=False)
 class PinnedRead:
-    """How the steps of a pinned layer choose what they read, from what stays where it is.
+    """Sparse reads of a pinned layer, whose tensors stay where they are.
 
     held : what there is to choose from; what it ``carried`` is overwritten at every step. level : see :class:`ReadStep`.
     pages : those of the layer, if it has some.
@@ -194,12 +194,12 @@ class PinnedRead:
             yield self.level
 
     def carried(self) -> Iterator[Tensor]:
-        """What every token changes of that."""
+        """Tensors that every token changes."""
         yield from self.held.carried.values()
 
 
 def pinned_reads(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> dict[int, PinnedRead] | None:
-    """Of layers that read some keys only, by their numbers, how they do while they are pinned; None where a step must settle
+    """Sparse reads of pinned layers, by their numbers; None where a step must settle
     first what there is to choose from."""
     memory, made = layers[0].shared.sparse, {}
     if memory is None or layers[0].shared.grid_table is None or (policy.window and memory.level is None):
@@ -221,7 +221,7 @@ def pinned_reads(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> dic
 
 
 def unpinnable(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> str:
-    """Why steps cannot choose what they read of these layers while they are pinned; empty if they can."""
+    """Reason why steps cannot choose what they read of these layers while they are pinned; empty if they can."""
     for layer in layers[first_layer(policy, len(layers)) :]:
         if layer.ragged is not None:
             return f"{policy.name} chooses from heads that store different counts"

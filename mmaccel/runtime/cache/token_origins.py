@@ -1,4 +1,4 @@
-"""What stands where: pictures and cells of the places of a prompt, and of any keys that are stored."""
+"""Origins of tokens: pictures and cells of the places of a prompt, and of any stored keys."""
 
 from __future__ import annotations
 
