@@ -69,7 +69,7 @@ class Chunks:
         return torch.arange(len(self.row)) - torch.searchsorted(self.row, self.row)
 
     def tables(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """Of every place of prompts ``[B, S]`` the chunk whose part of the middle it is in, and its slot there, both long; -1
+        """The chunk of every place of prompts ``[B, S]`` that is in its part of the middle, and its slot there, both long; -1
         for all others."""
         chunk, slot = ((self.places >= 0) & ~self.shared).nonzero(as_tuple=True)
         at = self.row[chunk], self.places[chunk, slot]

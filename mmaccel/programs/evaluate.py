@@ -469,7 +469,7 @@ T = TypeVar("T")
 
 
 def halved(batch: Batch, run: Callable[[Batch], T], fail: Fail) -> list[T]:
-    """What ``run`` makes of a batch; where it fails, of its halves, and so on, so that ``fail`` is told of the questions that
+    """Results of ``run`` for a batch; where it fails, for its halves, and so on, so that ``fail`` gets the questions that
     fail alone. An error of memory says nothing of a question and is raised."""
     try:
         return [run(batch)]

@@ -104,7 +104,7 @@ class Recipe:
         changes).
     text_retain : share of the text keys a ``cache`` stage keeps; None leaves text untouched.
     proportional : ``none``, ``pictures`` or ``all``: whether visual tokens that are left, of pictures or of clips too, weigh as
-        many tokens as they stand for (proportional attention, as in ToMe, arXiv 2210.09461, and, in a language model, PACT,
+        many tokens as they represent (proportional attention, as in ToMe, arXiv 2210.09461, and, in a language model, PACT,
         arXiv 2504.08966): every token that is dropped before the language model counts for the one that is left of its
         picture and most like it, and ``log n`` is added to the attention logits of a token that represents ``n``. It is for
         recipes that do not touch the cache; flash attention gives way to sdpa.

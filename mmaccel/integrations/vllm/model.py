@@ -98,7 +98,7 @@ class ReducedModel:
 
     # --- encoding ---------------------------------------------------------------------------------------------
     def embed_multimodal(self, **kwargs: Any) -> tuple[Tensor, ...]:
-        """Of every picture or clip the tokens that stay, ``[kept, D]``; where they keep their positions, with those of their
+        """Tokens that stay of every picture or clip, ``[kept, D]``; where they keep their positions, with those of their
         picture, and of what is behind it, as channels behind the embedding, ``[kept, D + CHANNELS]``."""
         architecture = self.plan.architecture
         modality = architecture.modality(kwargs)
