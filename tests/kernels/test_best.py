@@ -86,7 +86,7 @@ def test_what_does_not_fit():
         best_units(ratings, count, most, gone=gone[..., :5])
     with pytest.raises(ValueError, match="least must be"):
         best_units(ratings, count, most, least=least[:1])
-    with pytest.raises(ValueError, match="70 parts, which make no units of 4"):
+    with pytest.raises(ValueError, match="70 parts, which are not whole units of 4"):
         best_units(ratings, count, most, each=4)
     assert best_units(ratings[..., :0], count * 0, 0)[0].shape == (2, 3, 0)
     assert best_units_cost(1, 2, 100, 10, 4) == (2 * (400 + 40 + 8), 0)
