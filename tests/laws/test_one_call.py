@@ -178,7 +178,7 @@ def test_a_reduced_cache_is_no_bare_one(family: str) -> None:
         ("random", {"retain": 0}, "retain=0 keeps no token"),
         ("random", {"retain": 1.5}, "outside"),
         ("random", {"variant": "up"}, "use 'exact' or 'official'"),
-        ("mustdrop-filter", {"positions": "paper"}, "positions='paper' cannot be had"),
+        ("mustdrop-filter", {"positions": "paper"}, "positions='paper' cannot be used"),
         ("none", {"retain": 0.1}, "drops nothing"),
         ("random", 0.1, "mmaccel=0.1 says nothing about a call; give {'retain': 0.1} or the like, or False"),
         ("random", "divprune", "mmaccel='divprune' says nothing about a call"),
