@@ -423,7 +423,7 @@ def test_report(report):
     recipes = [row["recipe"] for row in report["rows"] if not row["closed_loop"]]
     assert recipes == ["bare", "uniform 0.5", "uniform 0.25", "resize 0.5", "resize 0.25"]
     refused = [row for row in report["rows"] if row["name"] == "resize"]
-    assert all("a shape has none; give --model" in row["problem"] for row in refused)
+    assert all("a shape does not have; give --model" in row["problem"] for row in refused)
     text = bench_report.render(report)
     assert "136 -> 34" in text and "random weights" in text
     for row in report["rows"]:
