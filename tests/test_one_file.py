@@ -290,7 +290,11 @@ def test_every_file_of_the_command_line_is_a_command() -> None:
             "'json:dumps' as mmaccel.methods, which is neither a subclass of M",
         ),
         ("[mmaccel.families]\nx = annex.gone", families, "'annex' offers 'annex.gone' as mmaccel.families, which cann"),
-        ("[mmaccel.families]\nx = json:dumps", families, "which is neither a subclass of Family nor a module; update the"),
+        (
+            "[mmaccel.families]\nx = json:dumps",
+            families,
+            "which is neither a subclass of Family nor a module; update the",
+        ),
     ],
 )
 def test_what_cannot_be_had_is_said_every_time(

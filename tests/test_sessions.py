@@ -77,7 +77,7 @@ class Faults:
             (CompressedLayer, "update"),
             (CompressedLayer, "evict"),
             (QuantisedLayer, "pack"),
-            (CacheState, "settle"),
+            (CacheState, "finalize"),
             (CacheState, "rebase"),
             (streaming, "encode"),
         ]

@@ -161,7 +161,7 @@ def test_text_towers_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()
     for name, says in (
-        ("nowhere", "is no folder; give the folder"),
+        ("nowhere", "is not a folder; give the folder"),
         ("ViT-B-32:nothing", "cannot be loaded"),
         ("ViT-X-1:openai", "cannot be loaded"),
         (str(tmp_path / "empty"), "cannot be loaded"),

@@ -100,7 +100,7 @@ BAD = {
     "not a share": (json.dumps(body(mmaccel={"retain": float("nan")})), "retain"),
     "another option": (body(mmaccel={"retain": 0.1, "layer": 2}), "mmaccel takes the budget of this request"),
     "a recipe": (body(mmaccel="fastv"), "mmaccel takes the budget of this request"),
-    "pixels in words": (body(messages=[user("<image>")]), "'<image>', which stands for pixels"),
+    "pixels in words": (body(messages=[user("<image>")]), "'<image>', which is a placeholder of pixels"),
     "no base 64": (content(picture("data:image/png;base64,$$$$")), "not valid base 64"),
     "no encoding": (content(picture("data:image/png,abc")), "must be in base 64"),
     "no picture": (content(picture("data:image/png;base64,AAAA")), "of another format than PNG"),

@@ -113,7 +113,7 @@ def test_a_cluster_without_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_stands_in_the_way_is_said(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MmaccelError, match="device='cuda:1'"):
+    with pytest.raises(MmaccelError, match="got 'cuda:1'"):
         ClusterAnswerer(settings(device="cuda:1"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MmaccelError, match=r"mmaccel\[ray\]"):
@@ -132,10 +132,12 @@ def test_a_worker_tells_everything_once(monkeypatch: pytest.MonkeyPatch) -> None
     questions = ask(1)
 
     class Answerer:
-        figures = Figures()
-
         def __init__(self, of: QASettings, say: Any) -> None:
-            self.say = say
+            self.say, self.generator = say, SimpleNamespace(figures=Figures())
+
+        @property
+        def figures(self) -> Figures:
+            return self.generator.figures
 
         def run(self, questions: list[VideoQuestion], done: set[str]) -> Iterator[dict[str, Any]]:
             for one in questions:
