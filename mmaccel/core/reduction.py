@@ -8,7 +8,8 @@ do not depend on how many tokens are left.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -132,6 +133,21 @@ class Reduction:
         kept = torch.zeros_like(valid)
         kept[batch, slot] = True
         return Reduction(kept, valid, Links(batch, slot, source, w / total[inverse]))
+
+    @staticmethod
+    def stacked(parts: Sequence[Reduction]) -> Reduction:
+        """The sets of several reductions without residuals, all padded to the same ``n`` slots, one after the other."""
+        links, first = [], 0
+        for part in parts:
+            if part.links is not None:
+                links.append(replace(part.links, batch=part.links.batch + first))
+            first += len(part.kept)
+        names = [one.name for one in fields(Links)]
+        return Reduction(
+            torch.cat([part.kept for part in parts]),
+            torch.cat([part.valid for part in parts]),
+            Links(*(torch.cat([getattr(one, name) for one in links]) for name in names)) if links else None,
+        )
 
     # --- reading it -------------------------------------------------------------------------------------------
     def counts(self) -> tuple[Tensor, Tensor]:

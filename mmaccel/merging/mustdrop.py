@@ -14,6 +14,7 @@ from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, Tap, TokenBatch
 from ..method.registry import register
+from ..method.tokens import by_row
 
 
 @register
@@ -64,6 +65,7 @@ class MustDropMerge(ProjectorMethod):
         """Hidden states after ``layer``."""
         return (Tap("features", (self.layer,)),)
 
+    @by_row
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, 1, n, d]`` of the tower, ``cells [N, n, 3]``, ``count [N]`` (a limit) -> windows and other tokens."""
         slots, there = windows(tokens, self.window)

@@ -16,6 +16,7 @@ from ..core.reduction import Links, Reduction, top_mask
 from ..errors import MmaccelError
 from ..method import AttentionGuided, Tap, TokenBatch
 from ..method.registry import register
+from ..method.tokens import by_row
 from ._shared import beside, filled
 
 #: rounds in which the members of a complement are found
@@ -89,6 +90,7 @@ class VisionTrim(AttentionGuided):
             more.append(Tap("features"))
         return (*super().taps(), *more)
 
+    @by_row
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """Attention ``[N, n]``, tower features ``[N, n, d]``, ``question [N, q, D]``, ``count [N]`` -> both kinds."""
         (attention, seen), valid = self.attention(tokens), tokens.valid
