@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from mmaccel_kernels.decode import MAX_QUERIES, Flat, decode_attention
+from mmaccel_kernels.decode import MAX_QUERIES, Flat, decode_attention, reads_heads
 from mmaccel_kernels.launch import works
 from torch import Tensor
 
@@ -57,8 +57,8 @@ def on_gpu(x: Tensor) -> bool:
 
 
 def reads_as_stored(layer: Stored, incoming: ForwardInfo, new: Tensor) -> bool:
-    """Whether a layer is read as stored in this forward: on a GPU, when there are few new tokens, some keys are ragged or
-    packed, and nothing but attention looks at the keys.
+    """Whether a layer is read as stored in this forward: nothing but attention looks at its keys, of which some are ragged or
+    packed, and there are few new tokens on a GPU, or one on a CPU and nothing is packed.
 
     Parameters
     ----------
@@ -66,7 +66,12 @@ def reads_as_stored(layer: Stored, incoming: ForwardInfo, new: Tensor) -> bool:
     """
     if not incoming.as_stored or incoming.reads or (layer.ragged is None and not layer.packed):
         return False
-    return new.shape[2] <= MAX_QUERIES and on_gpu(new)
+    if on_gpu(new):
+        return new.shape[2] <= MAX_QUERIES
+    ragged = layer.ragged
+    return (
+        ragged is not None and not layer.packed and reads_heads(new, ragged.keys, ragged.values, ragged.lengths.numel())
+    )
 
 
 def attend(

@@ -17,6 +17,7 @@ from mmaccel_kernels.decode import (
     paged,
 )
 from mmaccel_kernels.decode import triton as kernel
+from mmaccel_kernels.decode.heads import LEAST, heads_attention, reads_heads
 from mmaccel_kernels.pack import quantise
 from mmaccel_kernels.pack.naive import SCALE_MAX
 from mmaccel_kernels.pages import Format, Pages, Plane, split
@@ -749,3 +750,28 @@ def test_wrong_shapes_are_refused_by_name():
 def test_the_scaling_is_that_of_the_paper_by_default():
     inputs = make([5, 3], 1, 2, 2, 1, 16, 4)
     assert torch.equal(decode_attention(**inputs)[0], decode_attention(**inputs, scaling=1 / math.sqrt(16))[0])
+
+
+@pytest.mark.parametrize("lengths", [[40, 33, 90, 60], [0, 200, 1, 70], [128] * 4])
+def test_a_cpu_reads_every_head_where_it_is_stored(lengths):
+    given = make(lengths, 2, 2, 3, 1, 16, 5)
+    flat = given["flat"]
+    # room to spare
+    spare = [torch.cat([x, torch.full((7, 16), torch.nan)]) for x in flat[:2]]
+    given["flat"] = flat._replace(keys=spare[0], values=spare[1])
+    assert reads_heads(given["query"], *spare, len(lengths))
+    del given["visible"]
+    for got, want in zip(
+        heads_attention(scaling=0.125, **given), decode_attention_definition(scaling=0.125, **given), strict=True
+    ):
+        torch.testing.assert_close(got, want, atol=3e-6, rtol=1e-5)
+
+
+def test_a_cpu_pads_short_heads_and_other_types():
+    given = make([LEAST] * 4, 2, 2, 3, 1, 16, 5)
+    new, (keys, values) = given["query"], given["flat"][:2]
+    assert reads_heads(new, keys, values, 4)
+    assert not reads_heads(new, keys[1:], values[1:], 4)
+    assert not reads_heads(new.half(), keys.half(), values.half(), 4)
+    assert not reads_heads(new.expand(-1, -1, 2, -1), keys, values, 4)
+    assert not reads_heads(new, keys, values[:, 1:], 4)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import zoo
 from laws import helpers
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmaccel import accelerated, recipes
@@ -49,3 +50,38 @@ def products(name: str) -> int:
 def test_a_prompt_is_multiplied_with_its_keys_once(name: str) -> None:
     """Sums of the attention over queries come from the pass that makes its output."""
     assert products(name) <= 1.15 * products("none")
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operators of torch that run, views among them; reads the count at every token of ``generate``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.at: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+    def put(self, value: Any) -> None:
+        """The prompt comes first, then a token at a time."""
+        self.at.append(self.count)
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
+def operators(name: str, **options: Any) -> float:
+    """Operators of the fifth decode step, a layer; those after the first token may be fewer than later ones."""
+    model, feed = helpers.model("llava"), prompt()
+    with accelerated(model, name, **options), Counted() as counted:
+        model.generate(**feed, max_new_tokens=7, do_sample=False, streamer=counted)
+    return (counted.at[6] - counted.at[5]) / len(model.model.language_model.layers)
+
+
+# by choice: recipes whose steps read keys otherwise than the bare model's do
+@pytest.mark.parametrize(("name", "options", "most"), [("quest", {"page": 1}, 36), ("adakv", {}, 36), ("kivi", {}, 46)])
+def test_a_decode_step_runs_few_operators(name: str, options: dict[str, Any], most: int) -> None:
+    """On a CPU a step of a small model costs what starting its operators costs."""
+    assert operators(name, **options) <= operators("none") + most

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..pages import Pages
+from .heads import reads_heads
 from .naive import Flat, decode_attention_definition
 from .operator import attend, traced
 from .triton import MAX_QUERIES, decode_attention_kernel
@@ -162,4 +163,5 @@ __all__ = [
     "decode_attention_cost",
     "decode_attention_definition",
     "decode_attention_kernel",
+    "reads_heads",
 ]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..launch import run
 from ..pages import Format, Pages, Plane
+from .heads import heads_attention, reads_heads
 from .naive import Flat, decode_attention_definition
 from .triton import decode_attention_kernel, readable
 
@@ -29,6 +30,9 @@ def attend(
     tail: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`.decode_attention` of what fits, by the kernel or the definition."""
+    if flat is not None and pages is None and visible is None and tail is None:
+        if reads_heads(query, flat.keys, flat.values, len(flat.cu_lengths) - 1):
+            return heads_attention(query, keys, values, scaling, flat)
     if not readable(pages, query, values.shape[3]):
         return decode_attention_definition(query, keys, values, scaling, flat, pages, visible, tail)
     kernel, definition = decode_attention_kernel, decode_attention_definition

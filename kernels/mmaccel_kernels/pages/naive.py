@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -42,9 +44,16 @@ def unpack(packed: Tensor, format: Format, page: int, tile: int) -> Tensor:
         codes = (blocks.int() * power[:, None, None] & 255) * 3 >> 8
     else:
         each = 8 // format.digits
-        shift = torch.arange(0, 8, each, dtype=torch.uint8, device=packed.device)
-        codes = blocks >> shift[:, None, None] & ((1 << each) - 1)
+        shifts = _shifts if packed.device.type == "cpu" else _shifts.__wrapped__
+        codes = blocks >> shifts(each, packed.device) & ((1 << each) - 1)
     return codes.reshape(n, rows * format.digits, width)[:, :page]
+
+
+@lru_cache(maxsize=32)
+def _shifts(each: int, device: torch.device) -> Tensor:
+    """By how much every code of a byte is shifted that has ``each`` bits, ``[digits, 1, 1]`` uint8."""
+    with torch.inference_mode(False):
+        return torch.arange(0, 8, each, dtype=torch.uint8, device=device)[:, None, None]
 
 
 def dequantise(codes: Tensor, format: Format, scale: Tensor, zero: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -53,10 +62,14 @@ def dequantise(codes: Tensor, format: Format, scale: Tensor, zero: Tensor | None
     value = from_e4m3(codes) if format.code == "fp8" else codes.float()
     if format.centre:
         value = value - format.centre
-    value = grouped(value, format).mul_(_spread(scale.float(), format))
+    written = value
+    if out is not None and out.dtype == value.dtype and not format.fourier and not out.requires_grad:
+        written, out = out, None
+    into = grouped(written, format)
+    torch.mul(grouped(value, format), _spread(scale.float(), format), out=into)
     if zero is not None:
-        value.add_(_spread(zero.float(), format))
-    value = value.flatten(-3, -2) if format.axis == "channel" else value.flatten(-2)
+        into.add_(_spread(zero.float(), format))
+    value = written
     value = channels_of(value) if format.fourier else value
     return value if out is None else out.copy_(value)
 
