@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -87,6 +88,19 @@ def test_all_cases_together_are_at_most_20_000() -> None:
     made = subprocess.run([*command, "-m", apart], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert made.returncode == 0, made.stdout[-2000:] + made.stderr
     assert 10_000 < sum("::" in line for line in made.stdout.splitlines()) <= 20_000
+
+
+def test_nothing_is_waited_for_by_sleeping() -> None:
+    """`waiting.until` asks until something is there. What sleeps for another reason says so in its line."""
+    found = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        source = path.read_text("utf-8")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "sleep":
+                line = source.splitlines()[node.lineno - 1]
+                if path.name != "waiting.py" and "# not to wait for anything" not in line:
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found
 
 
 def test_workflows_run_the_scripts() -> None:

@@ -8,12 +8,12 @@ import re
 import socket
 import sys
 import threading
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from gate import Gate
+from waiting import until
 
 pytestmark = [pytest.mark.browser, pytest.mark.usefixtures("gradio")]
 
@@ -623,9 +623,8 @@ def test_the_command(tmp_path, files):
     try:
         address = json.loads(server.stdout.readline())["address"]
         assert address.startswith("http://127.0.0.1:")
-        client, end = Client(address, verbose=False), time.monotonic() + 240
-        while not client.predict(api_name="/recipes") and time.monotonic() < end:
-            time.sleep(0.5)
+        client = Client(address, verbose=False)
+        until(lambda: client.predict(api_name="/recipes"), 240, every=0.5)
         found = client.predict(handle_file(str(files.png)), files.question, api_name="/ask_picture")
         assert found["full"]["answer"] == files.answer
         held = [path.name for path in tmp_path.iterdir()]

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from waiting import until
+
 
 def browser() -> Any:
     """A headless Chromium."""
@@ -56,14 +58,15 @@ class Visit:
     def until(self, holds: Callable[[], Any], seconds: float = 60.0) -> Any:
         from selenium.common.exceptions import StaleElementReferenceException
 
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        def there() -> Any:
             # the page redraws while it is read
             with contextlib.suppress(StaleElementReferenceException):
-                if found := holds():
-                    return found
-            time.sleep(0.1)
-        raise AssertionError(f"not within {seconds:.0f} s; the page says: {self.text('body')[:3000]}")
+                return holds()
+
+        try:
+            return until(there, seconds, every=0.1)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; the page says: {self.text('body')[:3000]}") from None
 
     def tab(self, name: str) -> None:
         if not (found := [e for e in self.all("button[role=tab]") if e.text == name]):
@@ -198,7 +201,7 @@ def _shoot(page: Visit, tab: str, kind: str, width: int, dark: bool, folder: Pat
         page.until(lambda: page.all(".drawing-compare img"), 180)
     page.size(width, page.driver.execute_script("return document.documentElement.scrollHeight"), dark)
     page.driver.execute_script("document.activeElement.blur(); window.scrollTo(0, 0)")
-    time.sleep(2)
+    time.sleep(2)  # not to wait for anything a test needs: what fades on the page has faded in the picture
     shot = Image.open(BytesIO(page.driver.get_screenshot_as_png())).convert("RGB")
     name = f"{kind}-{width}{'-dark' * dark}.png"
     shot.quantize(128, kmeans=1, dither=Image.Dither.NONE).save(folder / name, optimize=True)

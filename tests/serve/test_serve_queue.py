@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from clients import chat, direct, streamed, text, user
 from gate import Gate
 from tail import few
+from waiting import until
 
 from mmaccel.programs import model_lock
 
@@ -23,14 +22,6 @@ from mmaccel.programs.serve.engine import Limits  # noqa: E402
 
 #: characters that the model writes where nothing is shown, at least
 ASKED = {"max_tokens": 12}
-
-
-def until(there: Callable[[], Any]) -> None:
-    """Wait for what another thread does."""
-    end = time.monotonic() + 30
-    while not there():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.01)
 
 
 def figure(served, name):

@@ -238,7 +238,7 @@ def test_slow_headers_of_a_host(trickle, tmp_path):
 
 def test_who_leaves_while_a_host_is_slow(serve, trickle):
     import httpx
-    from test_serve_queue import until
+    from waiting import until
 
     served = serve("mini-llava", sources=Sources([trickle]))
     with httpx.Client(base_url=served.address, timeout=0.5) as other, pytest.raises(httpx.TimeoutException):

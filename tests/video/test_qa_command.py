@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from asking import ASKED, command, lines, questions_file
 from films import film
+from waiting import until
 
 from mmaccel.cli import main
 from mmaccel.programs.video_qa.qa import VideoAnswerer
@@ -165,7 +166,8 @@ sys.exit(main(sys.argv[2:]))
 """
 HANGS = (
     "import time; from mmaccel.video import subprocess_decoder; real = subprocess_decoder.decode_in_process; "
-    "subprocess_decoder.decode_in_process = lambda path, *a, **k: time.sleep(1000) if 'hang' in path else real(path, *a, **k)"
+    "subprocess_decoder.decode_in_process = lambda path, *a, **k: "
+    "(open(path + '.waits', 'w').close(), time.sleep(1000)) if 'hang' in path else real(path, *a, **k)"
 )
 
 
@@ -176,11 +178,9 @@ def test_an_interrupt_does_not_wait_for_decoders_that_hang(films: Path, model: P
     questions, out = questions_file(tmp_path / "q.jsonl", videos, ASKED[:1]), tmp_path / "a.jsonl"
     argv = command(questions, out, model, "--batch-size", 1, "--time-limit", 60)
     with subprocess.Popen([sys.executable, "-c", INTERRUPTED, HANGS, *argv], stderr=subprocess.PIPE, text=True) as run:
-        begin = time.monotonic()
-        while count(out) < 2:
-            assert run.poll() is None and time.monotonic() - begin < 120
-            time.sleep(0.05)
-        time.sleep(1)  # the next are waited for
+        # the next are waited for
+        until(lambda: run.poll() is not None or count(out) >= 2 and list(tmp_path.glob("hang*.waits")), 120)
+        assert run.poll() is None
         run.send_signal(signal.SIGINT)
         begin = time.monotonic()
         assert run.stderr is not None
@@ -214,8 +214,8 @@ def test_killed_ten_times_it_is_as_if_it_never_was(which: str, films: Path, mode
         wanted = 0 if still else begin + rng.randint(0, 5)
         while count(out) < wanted:
             assert os.waitpid(child, os.WNOHANG) == (0, 0), "it came to its end before it was killed ten times"
-            time.sleep(0.002)
-        time.sleep(rng.random() * 0.1)
+            time.sleep(0.002)  # not to wait for anything: it may be killed at any moment
+        time.sleep(rng.random() * 0.1)  # not to wait for anything
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
         kills += 1

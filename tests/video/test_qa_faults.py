@@ -266,7 +266,7 @@ class Answers:
             if one.name in done:
                 continue
             if self.pause:
-                time.sleep(self.pause)
+                time.sleep(self.pause)  # not to wait for anything: it is its work
             if one.error or "missing" in one.video and not Path(one.path).exists():
                 self.figures.failed += 1
                 yield one.failed(one.error or "It does not exist.")
@@ -556,7 +556,7 @@ def test_killed_at_any_moment_it_goes_on(stub: Any, tmp_path: Path, monkeypatch:
                 status = main(argv)
             finally:
                 os._exit(status)
-        time.sleep(rng.uniform(0.0, 0.3))
+        time.sleep(rng.uniform(0.0, 0.3))  # not to wait for anything: it may be killed at any moment
         os.kill(child, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code != -signal.SIGKILL:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from films import film, numbers
 from PIL import Image
+from waiting import until
 
 from mmaccel import MmaccelError
 from mmaccel.video import READERS, Clip, decode, decode_each, subprocess_decoder
@@ -268,24 +270,34 @@ decode(sys.argv[1], isolated=True, timeout=2)
 """
 
 
+def ended(process: int) -> bool:
+    """Whether a process is no more, but for its parent that has not asked yet."""
+    try:
+        os.kill(process, 0)
+        return open(f"/proc/{process}/stat").read().split()[2] == "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return True
+
+
+def kill(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+
+
 @pytest.mark.full
 @pytest.mark.skipif(not hasattr(signal, "alarm"), reason="Windows has no alarm")
-def test_a_decoder_that_hangs_does_not_outlive_a_killed_parent(kind):
-    hangs = DECORD + "__import__('time').sleep(1000)"
+def test_a_decoder_that_hangs_does_not_outlive_a_killed_parent(kind, tmp_path):
+    hangs = DECORD + f"(open({str(tmp_path / 'at work')!r}, 'w').close(), __import__('time').sleep(1000))"
     command = [sys.executable, "-c", ORPHAN, kind("h264.mp4"), hangs]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        time.sleep(1)  # the child is at work
+        until((tmp_path / "at work").exists)
         parent.kill()
-    for _ in range(100):
-        try:
-            os.kill(child, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.2)
-    os.kill(child, signal.SIGKILL)
-    pytest.fail("the child goes on for ever")
+    try:
+        until(lambda: ended(child), 20)
+    finally:
+        kill(child)
 
 
 @needs_decord
@@ -358,16 +370,10 @@ def test_the_child_is_used_again_and_ends_with_its_parent(kind):
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     pid = int(out.stdout)
-    for _ in range(100):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return
-        if open(f"/proc/{pid}/stat").read().split()[2] == "Z":
-            return
-        time.sleep(0.1)
-    os.kill(pid, signal.SIGKILL)
-    pytest.fail("the child lives on")
+    try:
+        until(lambda: ended(pid), 10)
+    finally:
+        kill(pid)
 
 
 def test_the_child_does_without_torch():

@@ -9,10 +9,11 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
+from waiting import until
 
 pytest.importorskip("vllm", reason="needs vLLM, see benchmarks/serving/environment.sh")
 
@@ -47,13 +48,14 @@ def server(tmp_path_factory) -> Iterator[httpx.Client]:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
     try:
-        for _ in range(400):
+
+        def healthy() -> bool:
             assert process.poll() is None, log.read_text()[-3000:]
-            try:
-                if client.get("/health").status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(1)
+            with suppress(httpx.TransportError):
+                return client.get("/health").status_code == 200
+            return False
+
+        until(healthy, 400, every=1)
         yield client
     finally:
         client.close()
