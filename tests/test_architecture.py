@@ -28,19 +28,17 @@ def test_imports_point_down(code):
     assert not found, "\n".join(found)
 
 
-#: counts that are not down to their limit yet
-OPEN = {
-    "entries of mmaccel/",
-    "fields of Shared",
-    "functions above a complexity of 15",
-    "lines of Python in mmaccel/",
-    "lines of a class",
-    "methods of a class",
+#: counts that are above their limit, and what they are; they may fall
+ABOVE = {
+    "fields of Shared": 17,
+    "lines of Python in mmaccel/": 51_000,
+    "lines of a class": 364,
+    "methods of a class": 28,
 }
 
 
 def test_counts_stay_within_their_limits(code):
-    over = [str(count) for count in counts.counts(code) if count.found > count.most and count.what not in OPEN]
+    over = [str(count) for count in counts.counts(code) if count.found > max(count.most, ABOVE.get(count.what, 0))]
     assert not over, "\n".join(over)
 
 
