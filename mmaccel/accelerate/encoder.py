@@ -72,7 +72,7 @@ class EncoderAccelerator(Handle):
         stage, tower = self.plan.encoder, self.encoder.tower
         self.merging = EncoderMerging(self.plan, stage, self._hook, language=False)
         if self.encoder.attention_by_name:
-            self._plug(tower, VISION)
+            self._patch_attention(tower, VISION)
         self._restore += self.encoder.attach(stage.method.needs_cls, self._running)
         self._hook(tower.register_forward_pre_hook(self._open, prepend=True))
         self._hook(tower.register_forward_hook(self._close, always_call=True))

@@ -36,7 +36,7 @@ class Handle:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._restore: list[Callable[[], None]] = []
-        self._plugs: list[AttentionPatch] = []
+        self._attention_patches: list[AttentionPatch] = []
 
     @property
     def recipe(self) -> Recipe:
@@ -56,7 +56,7 @@ class Handle:
         for undo in reversed(self._restore):
             undo()
         self._restore.clear()
-        self._plugs.clear()
+        self._attention_patches.clear()
 
     @classmethod
     def on(cls, model: Any) -> Self | None:
@@ -83,8 +83,8 @@ class Handle:
 
     def check_attached(self) -> None:
         """Raise if something that was installed is missing; called before every forward."""
-        for plug in self._plugs:
-            plug.check()
+        for patch in self._attention_patches:
+            patch.check()
 
     def __reduce__(self) -> Any:
         # a copied or unpickled model would go on calling what was put on the one it came from
@@ -138,10 +138,10 @@ class Handle:
     def _wrap(self, target: Any, name: str, make: Callable[[Any], Any]) -> None:
         self._set(target, name, make(getattr(target, name)))
 
-    def _plug(self, root: nn.Module, kind: AttentionKind) -> None:
-        plug = AttentionPatch(root, kind)
-        self._plugs.append(plug)
-        self._restore.append(plug.off)
+    def _patch_attention(self, root: nn.Module, kind: AttentionKind) -> None:
+        patch = AttentionPatch(root, kind)
+        self._attention_patches.append(patch)
+        self._restore.append(patch.off)
 
     def _set_attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``set_attn_implementation``: the user's choice goes below our attention function, and stays after
@@ -149,21 +149,21 @@ class Handle:
 
         @functools.wraps(original)
         def set_attn_implementation(*args: Any, **kwargs: Any) -> Any:
-            before = [pair for plug in self._plugs for pair in plug.bases()]
-            for plug in self._plugs:
-                plug.off()
+            before = [pair for patch in self._attention_patches for pair in patch.bases()]
+            for patch in self._attention_patches:
+                patch.off()
             try:
                 result = original(*args, **kwargs)
-                for plug in self._plugs:
-                    plug.check_backend()
+                for patch in self._attention_patches:
+                    patch.check_backend()
                 return result
             except BaseException:
                 for config, base in before:
                     config._attn_implementation_internal = base
                 raise
             finally:
-                for plug in self._plugs:
-                    plug.on()
+                for patch in self._attention_patches:
+                    patch.on()
 
         return set_attn_implementation
 

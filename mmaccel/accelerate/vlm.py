@@ -149,10 +149,10 @@ class Accelerator(Handle):
                 self._wrap(target, name, functools.partial(_in_call, wrapper, plan))
             for name in filter(functools.partial(hasattr, model), _CONTINUOUS):
                 self._wrap(model, name, _no_continuous_batching)
-            self._plug(family.text, TEXT)
+            self._patch_attention(family.text, TEXT)
             if self.taps.need_attention or plan.encoder is not None or plan.patches is not None:
                 for tower in family.towers():
-                    self._plug(tower, VISION)
+                    self._patch_attention(tower, VISION)
 
     # --- while it runs ----------------------------------------------------------------------------------------
     def _call(self, asked: Any, cache: Any, opened_by: nn.Module | None = None) -> Call[ModelPlan]:

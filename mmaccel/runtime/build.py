@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,7 +152,6 @@ def _stages_by_kind(stages: tuple[PlannedStage[Any], ...]) -> dict[str, Any]:
     return found | {"projector": _of(ProjectorMethod, stages)}
 
 
-# --- combinations -----------------------------------------------------------------------------------------------------
 def _of(kind: type | tuple[type, ...], stages: tuple[PlannedStage[Any], ...]) -> tuple[PlannedStage[Any], ...]:
     """The stages whose method is of a kind."""
     return tuple(stage for stage in stages if isinstance(stage.method, kind))
@@ -297,7 +297,7 @@ def make_runs(call: Call[ModelPlan], forward: Forward) -> Iterator[Run]:
     if isinstance(forward, Prompt):
         yield from _runs_of_prompt(call, forward)
     elif isinstance(forward, Continuation):
-        yield from _runs_behind(forward)
+        yield from _runs_behind(call, forward)
 
 
 def _runs_of_prompt(call: Call[ModelPlan], prompt: Prompt) -> Iterator[Run]:
@@ -309,7 +309,7 @@ def _runs_of_prompt(call: Call[ModelPlan], prompt: Prompt) -> Iterator[Run]:
     prepared = PrepareLayers(prompt)
     if plan.stage_at_layer:
         keep = {
-            stage.number: reactivation.KeepDropped(prompt)
+            stage.number: partial(reactivation.keep_dropped, prompt)
             for stage in plan.stage_at_layer.values()
             if isinstance(stage.method, ReturningMethod)
         }
@@ -327,7 +327,7 @@ def _runs_of_prompt(call: Call[ModelPlan], prompt: Prompt) -> Iterator[Run]:
     yield prepared
 
 
-def _runs_behind(forward: Continuation) -> Iterator[Run]:
+def _runs_behind(call: Call[ModelPlan], forward: Continuation) -> Iterator[Run]:
     plan, state = forward.plan, forward.state
     assert state is not None
     if plan.returning and reactivation.may_return(plan, state):
@@ -335,14 +335,14 @@ def _runs_behind(forward: Continuation) -> Iterator[Run]:
         yield Reactivation(forward, stages)
     policy = None
     if plan.policy is not None and plan.policy.method.decodes:
-        policy = _policy(None, forward, state)
+        policy = _policy(call, forward, state)
         yield policy
     if plan.token_groups:
         yield PackKeys(forward, state, policy)
     yield ContinueText(forward)
 
 
-def _policy(call: Call[ModelPlan] | None, forward: Forward, state: CacheState) -> CachePolicy:
+def _policy(call: Call[ModelPlan], forward: Forward, state: CacheState) -> CachePolicy:
     """The run of a plan's policy."""
     plan = forward.plan
     assert plan.policy is not None
@@ -350,7 +350,7 @@ def _policy(call: Call[ModelPlan] | None, forward: Forward, state: CacheState) -
         return ReadKeys(forward, plan.reading, state)
     if plan.policy.method.recalls:
         return RecallKeys(forward, plan.policy, state)
-    if plan.draft_policy is not None and call is not None and isinstance(forward, Prompt):
+    if plan.draft_policy is not None and isinstance(forward, Prompt):
         return EvictByDraft(call, forward, plan.draft_policy, state)
     return EvictKeys(forward, plan.policy, state)
 

@@ -191,7 +191,7 @@ def _counts(state: dict[str, Any]) -> Any:
     return {name: entry[:3] for name, entry in state["modules"].items()}, state["configs"]
 
 
-@pytest.mark.parametrize("broken", ["TextHooks", "Taps", "_plug", "_wrap"])
+@pytest.mark.parametrize("broken", ["TextHooks", "Taps", "_patch_attention", "_wrap"])
 def test_a_failure_half_way_is_undone(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever step of attaching fails."""
     tiny = used("llava")

@@ -181,7 +181,7 @@ class EvictByDraft(EvictKeys):
         self, call: Call[ModelPlan], prompt: Prompt, stage: PlannedStage[DraftPolicy], state: CacheState
     ) -> None:
         super().__init__(prompt, stage, state)
-        self.call, self.drafted_by, self.of = call, stage, prompt
+        self.call, self.drafted_by = call, stage
         self._arguments: dict[str, Any] = {}
 
     def before_text(self, text: TextInputs) -> None:
@@ -193,9 +193,10 @@ class EvictByDraft(EvictKeys):
     def finish(self) -> None:
         """Show the policy what the layers make of the draft's text behind the prompt, and evict."""
         assert self.prompt is not None
-        with self.of.measured("selection", self.of.device):
+        prompt = self.prompt.prompt
+        with prompt.measured("selection", prompt.device):
             positions = self._arguments.get("position_ids")
-            self.prompt.behind = lookahead.text_behind(self.call, self.of, self.drafted_by, positions)
+            self.prompt.behind = lookahead.text_behind(self.call, prompt, self.drafted_by, positions)
         with without_autocast(self.forward.device):
             super().finish()
 

@@ -134,7 +134,9 @@ class Call(Generic[P]):
 
     def state(self, kind: type[S]) -> S:
         """The state that a mechanism keeps in this call; made on first use."""
-        found: S = self.states.setdefault(kind, kind()) if kind not in self.states else self.states[kind]
+        if kind not in self.states:
+            self.states[kind] = kind()
+        found: S = self.states[kind]
         return found
 
     def begin_forward(self, ids: Tensor | None, cache: Any) -> None:

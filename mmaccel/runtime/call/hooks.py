@@ -319,6 +319,3 @@ def show_dropped(logits: Tensor, dropped: Tensor, kept: int | Tensor) -> Tensor:
     rows = dropped[:, -kept or None :] if isinstance(kept, int) else dropped[:, kept.to(dropped.device)]
     fill = logits.masked_fill if logits.requires_grad else logits.masked_fill_
     return fill(rows.to(logits.device)[..., None], torch.nan)
-
-
-__all__ = ["MakeRuns", "TextHooks", "in_training", "show_dropped"]

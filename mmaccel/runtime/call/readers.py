@@ -113,6 +113,7 @@ def read_stored(call: Call[Any], number: int, given: Attention) -> Output:
     =====================================  ====================================================================
     the run needed the whole attention     the run itself, in the pass in which it observes
     ragged or packed, few new tokens, GPU  :func:`mmaccel.kv.decoding.attend`, as they are stored
+    ragged, one new token, CPU             the same
     chosen                                 :func:`mmaccel_kernels.chosen.chosen_attention`
     all others                             the model's own implementation, with a mask: :func:`_masked`
     =====================================  ====================================================================

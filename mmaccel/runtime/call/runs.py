@@ -193,6 +193,3 @@ class Runs:
         """End the forward in the cache, as a ``whole`` or broken off."""
         if self._changed and self.forward.state is not None:
             self.forward.state.finalize(whole)
-
-
-__all__ = ["KeysToRead", "LayerAttended", "Run", "Runs", "TextInputs"]

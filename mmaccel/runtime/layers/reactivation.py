@@ -53,42 +53,35 @@ def check_rows(prompt: Prompt) -> None:
 
 
 # --- a prompt -----------------------------------------------------------------------------------------------------------
-class KeepDropped:
-    """Lets what a layer drops of a prompt wait with its cache."""
+def keep_dropped(
+    prompt: Prompt, number: int, made: Reduction, hidden: Tensor, slots: Tensor, arguments: Mapping[str, Any]
+) -> None:
+    """Let the tokens that layer ``number`` of the language model drops of a prompt wait with its cache.
 
-    def __init__(self, prompt: Prompt) -> None:
-        self.prompt = prompt
-
-    def __call__(
-        self, number: int, made: Reduction, hidden: Tensor, slots: Tensor, arguments: Mapping[str, Any]
-    ) -> None:
-        """Keep what layer ``number`` of the language model drops.
-
-        Parameters
-        ----------
-        made : ``[B, S]`` on the CPU, what reached the layer and what stays of it.
-        hidden : ``[B, q, D]``, the input of the layer, with place ``s`` at ``slots [B, S]`` (on the CPU).
-        arguments : those of the layer for the same tokens.
-        """
-        prompt = self.prompt
-        if prompt.state is None:
-            return
-        shared, visual = prompt.state.shared, prompt.layout.visual
-        places, _ = prompt.compacted(made.valid & ~made.kept)
-        there = places >= 0
-        at, where, stayed, among = to_device_packed(
-            hidden.device,
-            slots.gather(1, places.clamp(min=0)),
-            torch.where(there, places + prompt.seen, -1),
-            made.kept & visual,
-            made.valid & visual,
-        )
-        if shared.reactivation is None:
-            shared.reactivation = ReactivationMemory(among[:, :0].bool())
-        if number == min(prompt.plan.stage_at_layer):
-            shared.reactivation.note(among.bool(), prompt.seen)
-        planes = {"hidden": rows_at(hidden, at), **_turned(arguments, at)}
-        shared.reactivation.add(number, Parked(where.int(), there.sum(1), planes), stayed.bool(), prompt.seen)
+    Parameters
+    ----------
+    made : ``[B, S]`` on the CPU, what reached the layer and what stays of it.
+    hidden : ``[B, q, D]``, the input of the layer, with place ``s`` at ``slots [B, S]`` (on the CPU).
+    arguments : those of the layer for the same tokens.
+    """
+    if prompt.state is None:
+        return
+    shared, visual = prompt.state.shared, prompt.layout.visual
+    places, _ = prompt.compacted(made.valid & ~made.kept)
+    there = places >= 0
+    at, where, stayed, among = to_device_packed(
+        hidden.device,
+        slots.gather(1, places.clamp(min=0)),
+        torch.where(there, places + prompt.seen, -1),
+        made.kept & visual,
+        made.valid & visual,
+    )
+    if shared.reactivation is None:
+        shared.reactivation = ReactivationMemory(among[:, :0].bool())
+    if number == min(prompt.plan.stage_at_layer):
+        shared.reactivation.note(among.bool(), prompt.seen)
+    planes = {"hidden": rows_at(hidden, at), **_turned(arguments, at)}
+    shared.reactivation.add(number, Parked(where.int(), there.sum(1), planes), stayed.bool(), prompt.seen)
 
 
 def _turned(arguments: Mapping[str, Any], at: Tensor) -> dict[str, Tensor]:
