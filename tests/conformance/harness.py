@@ -123,14 +123,14 @@ class _Watched(EvictKeys):
         self.ranks: list[Tensor] = []
         self.seen = seen
         if self.prompt is not None:
-            self.prompt._rank = self._noted(self.prompt._rank)  # type: ignore[method-assign]
+            self.prompt.scores.ranked = self._noted(self.prompt.scores.ranked)  # type: ignore[method-assign]
 
     def after_attention(self, layer: LayerAttended) -> None:
         super().after_attention(layer)
         number = layer.number
-        if self.prompt is not None and self.seen and number in self.prompt.waiting:
+        if self.prompt is not None and self.seen and number in self.prompt.scores.waiting:
             # what the vector says of the attention of a layer that it does not hold
-            waiting = self.prompt.waiting
+            waiting = self.prompt.scores.waiting
             waiting[number] = replace(waiting[number], seen=torch.tensor([self.seen[number]], dtype=torch.float64))
 
     def _noted(self, rank: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -243,7 +243,7 @@ class CacheRun:
         """How many keys of a prompt of ``size`` tokens each layer keeps, where the content does not matter."""
         prompt = self.begin(size).prompt
         assert prompt is not None
-        return [counts[0] for counts in prompt.layer_budgets()]
+        return [counts[0] for counts in prompt.tokens.layer_budgets()]
 
     def positions(self, layer: int = 0) -> list[list[Tensor]]:
         """Per row and head, the places of the keys that are stored."""

@@ -43,26 +43,26 @@ class CachePolicy(Run):
 
     @property
     def pictured(self) -> dict[int, Tensor]:
-        """See :class:`PromptEviction`; empty for a continuation."""
-        return {} if self.prompt is None else self.prompt.pictured
+        """See :class:`.evictor.Evictor`; empty for a continuation."""
+        return {} if self.prompt is None else self.prompt.evictor.pictured
 
     def released(self, number: int) -> list[int]:
         """Layers from which nothing is evicted any more in this forward, since the attention of layer ``number`` has run."""
         return [number]
 
     def finish(self) -> None:
-        """Add the keys of a prompt to the statistics, as means over layers: those there were, were to stay, and stayed."""
-        if self.prompt is None or not self.prompt.figures:
+        """Add the keys of a prompt to the statistics, as means over layers: candidates, their budget, and how many stay."""
+        if self.prompt is None or not self.prompt.evictor.figures:
             return
         policy, stage, stats = self.policy, self.stage, self.forward.stats
-        there, resolved, kept = torch.stack(self.prompt.figures).double().mean(0).tolist()
-        record(stats, stage, round(there), round(resolved), round(kept))
+        candidates, resolved, kept = torch.stack(self.prompt.evictor.figures).double().mean(0).tolist()
+        record(stats, stage, round(candidates), round(resolved), round(kept))
         if policy.budget == "adaptive" and not policy.recalls:
             stats.notes.append(
-                f"{policy.name} lets the content decide: of {there:g} keys a layer {resolved:g} were asked for, and "
+                f"{policy.name} lets the content decide: of {candidates:g} keys a layer {resolved:g} were asked for, and "
                 f"{kept:g} stay"
             )
-        if kept == there and not policy.recalls and (policy.deferred or len(self.forward.plan.stages) > 1):
+        if kept == candidates and not policy.recalls and (policy.deferred or len(self.forward.plan.stages) > 1):
             why = "; it drops keys of tokens that a later layer dropped" if policy.deferred else ""
             stats.notes.append(f"stage {stage.number} ({policy.name}) left all keys that reached it{why}")
 
@@ -82,7 +82,7 @@ class EvictKeys(CachePolicy):
     def shrinks(self) -> bool:
         """Whether a schedule may evict when this forward is over."""
         prompt = self.prompt
-        return self.policy.scheduled and (prompt is None or self.policy.cap > 0 or prompt.text_rows is not None)
+        return self.policy.scheduled and (prompt is None or self.policy.cap > 0 or prompt.tokens.text_rows is not None)
 
     def released(self, number: int) -> list[int]:
         """Layers from which nothing is evicted any more in this forward, since the attention of layer ``number`` has run."""
@@ -90,7 +90,8 @@ class EvictKeys(CachePolicy):
             return []
         if self.prompt is None:
             return [number]
-        done, self.prompt.done = self.prompt.done, []
+        evictor = self.prompt.evictor
+        done, evictor.done = evictor.done, []
         return done
 
     def before_text(self, text: TextInputs) -> None:
@@ -110,7 +111,7 @@ class EvictKeys(CachePolicy):
             return None
         if query.device.type != "cpu" or query.requires_grad:
             return None
-        tokens = self.prompt.tokens(layer.number, query.device)
+        tokens = self.prompt.tokens.of_layer(layer.number, query.device)
         shared = SharedPass(query, layer.value, self.prompt.split == "entropy")
         attention = LayerAttention(
             query, layer.key, layer.visible, layer.scaling, tokens.text, memo=tokens.memo, shared_pass=shared
@@ -124,8 +125,10 @@ class EvictKeys(CachePolicy):
         """Score the keys of a prompt, and evict from layers that do not wait; while decoding remember queries."""
         number, query, key = layer.number, layer.query, layer.key
         if self.prompt is not None:
-            prompt, tokens = self.prompt, self.prompt.tokens(number, query.device)
-            timed = self.forward.measured("selection", query.device, [number]) if prompt.looks else nullcontext()
+            prompt, tokens = self.prompt, self.prompt.tokens.of_layer(number, query.device)
+            timed = (
+                self.forward.measured("selection", query.device, [number]) if prompt.reads_attention else nullcontext()
+            )
             with timed:
                 if self._observed is None:
                     attention = LayerAttention(query, key, layer.visible, layer.scaling, tokens.text, memo=tokens.memo)
@@ -133,7 +136,7 @@ class EvictKeys(CachePolicy):
                 else:
                     (attention, received), self._observed = self._observed, None
                 # these queries are large, and free before anything is chosen
-                expected, self.pre_rope = prompt.expected(tokens, key, self.pre_rope), None
+                expected, self.pre_rope = prompt.tokens.expected(tokens, key, self.pre_rope), None
                 prompt.after_attention(number, attention, tokens, received, expected)
             prompt.flush_if_full()
         elif self.policy.scheduled:
@@ -148,7 +151,7 @@ class EvictKeys(CachePolicy):
             self.prompt.finalize()
         if self.shrinks:
             with self.forward.measured("selection", self.forward.phase(0).places.device):
-                self.schedule.finalize(None if self.prompt is None else self.prompt.pictured_rows)
+                self.schedule.finalize(None if self.prompt is None else self.prompt.tokens.pictured_rows)
         super().finish()
 
     def _observe(self, number: int, attention: LayerAttention, places: Tensor, window: int | None) -> Tensor | None:
@@ -159,7 +162,7 @@ class EvictKeys(CachePolicy):
             before = schedule.figures(key.shape[2])
             before = key.new_zeros(key.shape[:3], dtype=torch.float32) if before is None else before
             received = observed(policy, attention, before)
-            rows = None if self.prompt is None else self.prompt.text_rows
+            rows = None if self.prompt is None else self.prompt.tokens.text_rows
             if rows is not None and not policy.observes_steps:
                 received = torch.where(to_device(rows, received.device)[:, None, None], before, received)
         if policy.scheduled:
@@ -196,7 +199,7 @@ class EvictByDraft(EvictKeys):
         prompt = self.prompt.prompt
         with prompt.measured("selection", prompt.device):
             positions = self._arguments.get("position_ids")
-            self.prompt.behind = lookahead.text_behind(self.call, prompt, self.drafted_by, positions)
+            self.prompt.scores.behind = lookahead.text_behind(self.call, prompt, self.drafted_by, positions)
         with without_autocast(self.forward.device):
             super().finish()
 

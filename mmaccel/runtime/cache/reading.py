@@ -63,7 +63,7 @@ class ReadKeys(CachePolicy):
         self.prompt.note(layer.number, layer.query.device)
         self._scaling = layer.scaling
         if window := self.policy.window:
-            places = self.prompt.tokens(layer.number, layer.query.device).places[:, -window:]
+            places = self.prompt.tokens.of_layer(layer.number, layer.query.device).places[:, -window:]
             self._queries[layer.number] = layer.query[:, :, -window:].clone(), places >= 0
 
     def finish(self) -> None:
@@ -71,6 +71,6 @@ class ReadKeys(CachePolicy):
         if self.prompt is not None:
             layers = self.state.layers[first_layer(self.reading, self.depth) :]
             with self.forward.measured("selection", self.forward.phase(0).places.device):
-                prepare_reads(self.reading, layers, self._scaling, self._queries, self.prompt.text_rows)
+                prepare_reads(self.reading, layers, self._scaling, self._queries, self.prompt.tokens.text_rows)
             self._queries = {}
         super().finish()
