@@ -83,6 +83,13 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="module")
+def cheap_collections() -> None:
+    """For files whose tests collect garbage again and again: objects that earlier tests left are not looked at each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def no_gradients() -> Iterator[None]:
     with torch.no_grad():

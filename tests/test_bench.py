@@ -42,6 +42,7 @@ from mmaccel.programs.bench.shapes import SHAPES, build, count_parameters, skele
 from mmaccel.programs.bench.workloads import WORKLOADS, ModelSubject, ShapeSubject, Workload, workload
 from mmaccel.runtime.call.call import Call, VisionState, pop, push
 
+pytestmark = pytest.mark.usefixtures("cheap_collections")
 CPU = torch.device("cpu")
 PUBLISHED = [name for name, shape in SHAPES.items() if shape.source]
 

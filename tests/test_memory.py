@@ -25,6 +25,8 @@ from mmaccel import accelerated
 from mmaccel.kv.cache import cache_bytes
 from mmaccel.runtime.cache.prompt_eviction import PromptEviction
 
+pytestmark = pytest.mark.usefixtures("cheap_collections")
+
 SIDE, TEXT, STEPS = 24, 32, 2
 
 

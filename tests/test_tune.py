@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import random
@@ -611,20 +612,37 @@ def test_a_damaged_journal_is_named_with_what_to_do(tmp_path):
     assert not wrong, wrong
 
 
-def test_a_journal_that_was_cut_short_goes_on(tmp_path):
-    """At every kind of place: in its first line, behind it, and in later ones; what is left of a torn line is dropped."""
-    found(tmp_path, trials=3)
-    journal = tmp_path / "recipe.journal"
-    held = journal.read_bytes()
-    ends = [0]
-    for line in held.splitlines(keepends=True):
-        ends.append(ends[-1] + len(line))
-    for left in (0, 1, ends[1] - 1, ends[1], ends[1] + 7, ends[4], ends[9] - 3, ends[-2], ends[-1] - 1, ends[-1]):
-        journal.write_bytes(held[:left])
-        tuned = found(tmp_path, trials=3)
-        assert len(tuned.candidates) >= 3, left
-        # and again, from what it has written now
-        assert found(tmp_path, trials=3).report["tried by earlier runs"] >= 3
+#: where a journal may end: the lines that are whole, and the bytes of the next one; from behind if negative
+CUTS = {
+    "empty": (0, 0),
+    "a byte": (0, 1),
+    "first line without its end": (1, -1),
+    "first line": (1, 0),
+    "in the second line": (1, 7),
+    "four lines": (4, 0),
+    "in the ninth line": (9, -3),
+    "all lines but one": (-2, 0),
+    "last line without its end": (-1, -1),
+    "whole": (-1, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def journal(tmp_path_factory) -> bytes:
+    folder = tmp_path_factory.mktemp("journal")
+    found(folder, trials=3)
+    return (folder / "recipe.journal").read_bytes()
+
+
+@pytest.mark.parametrize("cut", few(CUTS, ("first line without its end", "in the ninth line")))
+def test_a_journal_that_was_cut_short_goes_on(journal, tmp_path, cut):
+    """In its first line, behind it, and in later ones; what is left of a torn line is dropped."""
+    ends = list(itertools.accumulate(map(len, journal.splitlines(keepends=True)), initial=0))
+    lines, more = CUTS[cut]
+    (tmp_path / "recipe.journal").write_bytes(journal[: ends[lines] + more])
+    assert len(found(tmp_path, trials=3).candidates) >= 3
+    # and again, from what it has written now
+    assert found(tmp_path, trials=3).report["tried by earlier runs"] >= 3
 
 
 def test_two_searches_on_one_file_are_told_apart(tmp_path, monkeypatch):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,38 +27,35 @@ BANNED = {
 CLAUSE = re.compile(r"(?:What|Who|Whose|Where|When|How|Why|Those|Of|By|That|Which)\b(?!ever)")
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+#: file, line, and a string
+Text = tuple[str, int, str]
 
 
-def texts() -> Iterator[tuple[str, int, str]]:
-    """Every string of our code: docstrings, messages, help."""
-    for path, tree in modules():
-        for node in ast.walk(tree):
+@functools.cache
+def texts() -> tuple[list[Text], list[Text]]:
+    """Every string of our code (docstrings, messages, help), and the first line of the docstring of every module and of every
+    public class, function and method."""
+    strings, first_lines = [], []
+    for path in (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))):
+        file = path.relative_to(ROOT).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-                yield path, node.lineno, " ".join(node.value.split())
-
-
-def first_lines() -> Iterator[tuple[str, int, str]]:
-    """The first line of the docstring of every module and of every public class, function and method."""
-    for path, tree in modules():
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                strings.append((file, node.lineno, " ".join(node.value.split())))
+            elif isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 name, told = getattr(node, "name", ""), ast.get_docstring(node)
                 if told and not name.startswith("_"):
-                    yield path, getattr(node, "lineno", 1), told.splitlines()[0]
+                    first_lines.append((file, getattr(node, "lineno", 1), told.splitlines()[0]))
+    return strings, first_lines
 
 
 @pytest.mark.parametrize("phrase", BANNED)
 def test_no_text_has_to_be_decoded(phrase: str) -> None:
-    found = [f"{path}:{line}: {text[:160]}" for path, line, text in texts() if re.search(phrase, text)]
+    found = [f"{path}:{line}: {text[:160]}" for path, line, text in texts()[0] if re.search(phrase, text)]
     assert not found, f"write instead: {BANNED[phrase]}\n" + "\n".join(found)
 
 
 def test_first_lines_say_what_a_thing_is_or_does() -> None:
-    found = [f"{path}:{line}: {text}" for path, line, text in first_lines() if CLAUSE.match(text)]
+    found = [f"{path}:{line}: {text}" for path, line, text in texts()[1] if CLAUSE.match(text)]
     assert not found, "begin with a noun phrase or a verb\n" + "\n".join(found)
 
 

@@ -1540,6 +1540,11 @@ def image(width: int, height: int, seed: int) -> Image.Image:
 
 def clip(frames: int, width: int, height: int, seed: int) -> np.ndarray:
     """Frames `[frames, height, width, 3]` of uint8: a still background with rectangles, and one that moves."""
+    return _clip(frames, width, height, seed).copy()
+
+
+@functools.lru_cache(64)
+def _clip(frames: int, width: int, height: int, seed: int) -> np.ndarray:
     random = np.random.default_rng([seed, frames, width, height])
     rows, columns = np.mgrid[0:height, 0:width]
     slope = random.uniform(-1, 1, (3, 2))

@@ -17,6 +17,8 @@ from mmaccel.method import model_options as loaded_parts
 from mmaccel.runtime.prompt import draft as drafts
 from mmaccel.runtime.prompt import lookahead
 
+pytestmark = pytest.mark.usefixtures("cheap_collections")
+
 FAMILY = "qwen2_5_vl"
 
 

@@ -17,6 +17,8 @@ from mmaccel.method import TokenBatch
 from mmaccel.runtime.layers import chunked_prefill as chunks
 from mmaccel.runtime.prompt import tokens
 
+pytestmark = pytest.mark.usefixtures("cheap_collections")
+
 
 def run(
     recipe: Any, monkeypatch: pytest.MonkeyPatch

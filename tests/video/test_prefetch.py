@@ -20,6 +20,8 @@ from waiting import until
 from mmaccel import MmaccelError
 from mmaccel.video import Clip, decode, decode_each, subprocess_decoder
 
+pytestmark = pytest.mark.usefixtures("cheap_collections")
+
 #: enough for a loaded machine, far below a hang
 LIMIT = 60.0
 
