@@ -77,7 +77,7 @@ def test_evaluate_that_is_broken_off_frees_them(loads, recipes):
 
 def test_tune(loads, recipes):
     evaluator = Evaluator(
-        zoo.model("llava"), zoo.processor("llava"), [questions(4)], batch_size=2, max_new_tokens=3, timed=True
+        zoo.model("llava"), zoo.processor("llava"), [questions(2)], batch_size=1, max_new_tokens=3, timed=True
     )
     for one in (*recipes, *recipes):
         evaluator.ask(one, 0)
