@@ -411,10 +411,10 @@ def test_a_closed_loop_serves_rounds_of_all_clients(tiny, monkeypatch):
     monkeypatch.setattr(
         Bench, "service", lambda self, case, processor: served.append(1) or stock(self, case, processor)
     )
-    (row,) = Bench(tiny, 2).measure(Case("picture-336", 2, 3, loop=True), [])
-    assert len(served) == 2 * 3, "a warm-up and two repeats, of two rounds each"
+    (row,) = Bench(tiny, 1).measure(Case("picture-336", 2, 3, loop=True), [])
+    assert len(served) == 2 * 2, "a warm-up and a sample, of two rounds each"
     figures = row["figures"]
-    assert figures["requests_per_s"]["median"] == pytest.approx(3 / figures["total_s"]["median"], rel=0.2)
+    assert figures["requests_per_s"]["median"] == pytest.approx(3 / figures["total_s"]["median"])
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ import pytest
 
 from mmaccel import methods, recipes
 
-# by choice: one of each kind that works, and of each that compares heads and is refused
+# by choice: one of each kind that works
 WORKING = ("divprune", "vtc-cls", "snapkv", "kivi")
+# by choice: some that compare heads
 REFUSED = ("fastv", "gemfilter", "vl-cache", "tova", "aim")
 
 
