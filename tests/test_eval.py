@@ -365,6 +365,7 @@ def test_eval_names_bad_lines_and_goes_on(folder, capsys):
         (["--recipe", "none", "--retain", "0.5"], "drops nothing"),
         (["--retain", "0"], "keeps no token"),
         (["--suite", "colours"], "There is no task 'colours'"),
+        (["--suite", "receipts"], "and document (receipt, sign, note, table, chart, screen)"),
         (["--suite", "video", "--frames", "7"], "even number"),
         (["--suite", "motion", "--limit", "1"], "takes no video"),
         (["--limit", "0"], "--limit"),

@@ -7,17 +7,20 @@
 """
 
 from mmaccel.suite.clip import Clip, render_clip
+from mmaccel.suite.document import Document, render_document
 from mmaccel.suite.files import Sample, export, read_samples, write_video
-from mmaccel.suite.items import IMAGE_TASKS, VIDEO_TASKS, Item, is_right, make_item, make_suite, overlap
+from mmaccel.suite.items import DOCUMENT_TASKS, IMAGE_TASKS, VIDEO_TASKS, Item, is_right, make_item, make_suite, overlap
 from mmaccel.suite.questions import Turn, vocabulary
 from mmaccel.suite.rng import SPLITS, Rng, item_seed
 from mmaccel.suite.scene import Scene, cell_labels, render, sample_scene
 
 __all__ = [
+    "DOCUMENT_TASKS",
     "IMAGE_TASKS",
     "SPLITS",
     "VIDEO_TASKS",
     "Clip",
+    "Document",
     "Rng",
     "Item",
     "Sample",
@@ -33,6 +36,7 @@ __all__ = [
     "read_samples",
     "render",
     "render_clip",
+    "render_document",
     "sample_scene",
     "vocabulary",
     "write_video",

@@ -60,8 +60,9 @@ def export(items: Iterable[Item], folder: Path, *, pixels: int = 112) -> Path:
             write_video(render_clip(item.clip, pixels), media / f"{item.name}.mp4", item.clip.fps)
             line["video"] = f"media/{item.name}.mp4"
         else:
-            names = [f"media/{item.name}-{number}.png" for number in range(len(item.scenes))]
-            for name, picture in zip(names, item.pictures(pixels), strict=True):
+            pictures = item.pictures(pixels)
+            names = [f"media/{item.name}-{number}.png" for number in range(len(pictures))]
+            for name, picture in zip(names, pictures, strict=True):
                 Image.fromarray(picture).save(folder / name)
             line["images"] = names
         *earlier, last = item.turns

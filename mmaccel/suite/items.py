@@ -1,4 +1,4 @@
-"""Items of the suite: one or two pictures or a clip, questions about them, and the check of answers."""
+"""Items of the suite: one or two pictures, a document or a clip, questions about them, and the check of answers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmaccel.suite.clip import CLIP_TASKS, Clip, render_clip
+from mmaccel.suite.document import DOCUMENTS, Document, render_document, sample_document
 from mmaccel.suite.questions import PICTURE_TASKS, Turn, comparison, read_box
 from mmaccel.suite.rng import Rng, item_seed
 from mmaccel.suite.scene import Box, Scene, render, sample_scene
@@ -18,18 +19,22 @@ IMAGE_TASKS = (*PICTURE_TASKS, "comparison", "turns")
 VIDEO_TASKS = tuple(CLIP_TASKS)
 """Tasks about clips."""
 
-_STREAMS = {task: number for number, task in enumerate((*IMAGE_TASKS, *VIDEO_TASKS))}
+DOCUMENT_TASKS = tuple(DOCUMENTS)
+"""Kinds of documents, each a task with all questions about such a page."""
+
+_STREAMS = {task: number for number, task in enumerate((*IMAGE_TASKS, *VIDEO_TASKS, *DOCUMENT_TASKS))}
 
 
 @dataclass(frozen=True)
 class Item:
-    """One item. Either ``scenes`` or ``clip`` is filled; the last turn is the one that is judged."""
+    """One item. One of ``scenes``, ``clip`` and ``document`` is filled; the last turn is the one that is judged."""
 
     name: str
     task: str
     turns: tuple[Turn, ...]
     scenes: tuple[Scene, ...] = ()
     clip: Clip | None = None
+    document: Document | None = None
 
     @property
     def answer(self) -> str:
@@ -38,6 +43,8 @@ class Item:
 
     def pictures(self, pixels: int = 112) -> list[np.ndarray]:
         """The pictures, uint8 ``[pixels, pixels, 3]`` each; empty for a clip."""
+        if self.document:
+            return [render_document(self.document, pixels)]
         return [render(scene, pixels) for scene in self.scenes]
 
     def frames(self, pixels: int = 112) -> np.ndarray | None:
@@ -72,7 +79,7 @@ def make_item(task: str, split: str, index: int, *, frames: int = 16) -> Item:
 
     Parameters
     ----------
-    task : one of :data:`IMAGE_TASKS` or :data:`VIDEO_TASKS`.
+    task : one of :data:`IMAGE_TASKS`, :data:`VIDEO_TASKS` or :data:`DOCUMENT_TASKS`.
     split : ``"train"``, ``"val"`` or ``"test"``; their seeds are disjoint.
     index : number of the item, ``0 <= index < 2**40``.
     frames : length of a clip, an even number of at least 8.
@@ -81,11 +88,16 @@ def make_item(task: str, split: str, index: int, *, frames: int = 16) -> Item:
         raise ValueError(f"unknown task {task!r}; choose from {', '.join(_STREAMS)}")
     if task in VIDEO_TASKS and (frames < 8 or frames % 2):
         raise ValueError(f"a clip needs an even number of at least 8 frames, not {frames}")
-    rng = Rng(item_seed(split, index, _STREAMS[task]))
+    rng, name = Rng(item_seed(split, index, _STREAMS[task])), f"{split}-{task}-{index:06d}"
+    if task in DOCUMENT_TASKS:
+        document, asked = sample_document(task, rng)
+        return Item(
+            name, task, (_balanced([turn for turn in asked if turn.detail == "short"], rng),), document=document
+        )
     while (thrown := _throw(task, rng, frames)) is None:
         pass
     turns, scenes, clip = thrown
-    return Item(f"{split}-{task}-{index:06d}", task, turns, scenes, clip)
+    return Item(name, task, turns, scenes, clip)
 
 
 def make_suite(

@@ -328,11 +328,16 @@ def render(scene: Scene, pixels: int = 112, *, ground: Image.Image | None = None
     inks = [15 if thing.colour in _LIGHT else 250 for thing in scene.things if thing.character] + [15, 15]
     for (character, (x, y), height), ink in zip(character_places(scene), inks, strict=False):
         _write(canvas, character, (x * side, y * side), height * side, ink)
+    return finish(canvas, scene.ground, pixels, frame)
+
+
+def finish(canvas: Image.Image, ground: Ground, pixels: int, frame: int = 0) -> np.ndarray:
+    """Reduce a canvas of twice the size, and add uneven light and the noise of a frame: uint8 ``[pixels, pixels, 3]``."""
     picture = np.asarray(canvas.reduce(_OVERSAMPLING)).astype(np.int16)
-    noise = np.random.default_rng((scene.ground.seed, frame))
+    noise = np.random.default_rng((ground.seed, frame))
     light = np.linspace(1 - (tilt := noise.uniform(-0.16, 0.16)), 1 + tilt, pixels, dtype=np.float32)
     grain = noise.integers(-128, 128, (pixels, pixels, 1), dtype=np.int16)
-    picture = picture * light[:, None, None] + grain * (scene.ground.roughness / 74.0)
+    picture = picture * light[:, None, None] + grain * (ground.roughness / 74.0)
     return np.clip(picture, 0, 255).astype(np.uint8)
 
 

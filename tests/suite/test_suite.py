@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mmaccel.suite import (
+    DOCUMENT_TASKS,
     IMAGE_TASKS,
     SPLITS,
     VIDEO_TASKS,
@@ -33,7 +34,7 @@ from mmaccel.suite.scene import CHARACTERS, COLOURS, SHAPES, Ground, Scene, Thin
 TASKS = (*IMAGE_TASKS, *VIDEO_TASKS)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", (*TASKS, *DOCUMENT_TASKS))
 def test_items_are_reproducible(task):
     first, again = make_item(task, "test", 7), make_item(task, "test", 7)
     assert first == again
@@ -46,11 +47,12 @@ def test_items_are_reproducible(task):
 @pytest.mark.full
 def test_items_are_the_same_in_another_process():
     script = (
-        "import hashlib; from mmaccel.suite import make_suite, IMAGE_TASKS, VIDEO_TASKS\n"
-        "print(hashlib.sha256(repr(list(make_suite('val', IMAGE_TASKS + VIDEO_TASKS, 2))).encode()).hexdigest())"
+        "import hashlib; from mmaccel.suite import *\n"
+        "tasks = IMAGE_TASKS + VIDEO_TASKS + DOCUMENT_TASKS\n"
+        "print(hashlib.sha256(repr(list(make_suite('val', tasks, 2))).encode()).hexdigest())"
     )
     there = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
-    assert there == hashlib.sha256(repr(list(make_suite("val", TASKS, 2))).encode()).hexdigest()
+    assert there == hashlib.sha256(repr(list(make_suite("val", (*TASKS, *DOCUMENT_TASKS), 2))).encode()).hexdigest()
 
 
 def test_seeds_of_splits_streams_and_items_never_meet():

@@ -37,7 +37,7 @@ class Asked:
         list[str] | None,
         typer.Option(
             metavar="TASK...",
-            help="image, video, or tasks of the generated suite such as: colour count reading motion  [default: image]",
+            help="image, video, document, or tasks of the generated suite such as: colour reading motion  [default: image]",
         ),
     ] = None
     data: Annotated[
@@ -116,17 +116,17 @@ class Run:
 
     def _questions(self) -> tuple[list[Question], dict[str, Any]]:
         from ...programs.evaluate import ask_folder, ask_samples, ask_suite
-        from ...suite import IMAGE_TASKS, VIDEO_TASKS, read_samples
+        from ...suite import DOCUMENT_TASKS, IMAGE_TASKS, VIDEO_TASKS, read_samples
 
         options = self.asked
         if options.data is None:
-            groups = {"image": IMAGE_TASKS, "video": VIDEO_TASKS}
+            groups = {"image": IMAGE_TASKS, "video": VIDEO_TASKS, "document": DOCUMENT_TASKS}
             named = [task for name in options.suite or ["image"] for task in groups.get(name, (name,))]
             tasks = list(dict.fromkeys(named))
-            if unknown := [task for task in tasks if task not in (*IMAGE_TASKS, *VIDEO_TASKS)]:
+            if unknown := [task for task in tasks if all(task not in group for group in groups.values())]:
+                known = [f"{name} ({', '.join(group)})" for name, group in groups.items()]
                 raise MmaccelError(
-                    f"There is no task {unknown[0]!r}; known are image ({', '.join(IMAGE_TASKS)}) and video "
-                    f"({', '.join(VIDEO_TASKS)})."
+                    f"There is no task {unknown[0]!r}; known are {', '.join(known[:-1])} and {known[-1]}."
                 )
             if any(task in VIDEO_TASKS for task in tasks):
                 if options.frames < 8 or options.frames % 2:
