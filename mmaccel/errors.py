@@ -27,6 +27,11 @@ class UnsupportedError(MmaccelError):
     """
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error message, or the name of the error."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def no_json(error: Exception) -> str:
     """Reason why a text cannot be read as JSON, in a few words: of a ValueError or RecursionError of :func:`json.loads`."""
     if isinstance(error, RecursionError):

@@ -45,13 +45,8 @@ class Encoder(Towers):
     attention_by_name: ClassVar[bool] = True
 
     def attach(self, needs_cls: bool, merging: Callable[[], Merging | None]) -> list[Callable[[], None]]:
-        """Hook the attention of every layer for merging; returns the functions that undo it.
-
-        Parameters
-        ----------
-        needs_cls : whether merging looks at the attention of the CLS token.
-        merging : gets what merges in the forward that is being run.
-        """
+        """Hook the attention of every layer for ``merging()``, the merge of the forward that is being run; returns the
+        functions that undo it. ``needs_cls``: whether merging looks at the attention of the CLS token."""
         return []
 
 
@@ -124,9 +119,9 @@ def _look(
         if not per_head and not normed:
             # the mean over heads of a projection is the projection by the mean
             weight, bias = weight.mean(0, keepdim=True), None if bias is None else bias.mean(0, keepdim=True)
-        made = linear(x, weight.flatten(0, 1), None if bias is None else bias.flatten())
-        made = made.unflatten(-1, (len(weight), -1)).transpose(1, 2)
-        return (attention.ln_q, attention.ln_k)[i](made) if normed else made
+        projected = linear(x, weight.flatten(0, 1), None if bias is None else bias.flatten())
+        projected = projected.unflatten(-1, (len(weight), -1)).transpose(1, 2)
+        return (attention.ln_q, attention.ln_k)[i](projected) if normed else projected
 
     if merged.layer is None:
         # only the weights of the tokens are wanted
@@ -144,16 +139,10 @@ def _look(
 
 
 def encoder_of(model: Any) -> Encoder:
-    """The adapter of an image encoder.
-
-    Raises
-    ------
-    UnsupportedError
-        If it is none that is known; the message says which are.
-    """
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind in TransformersEncoder.model_types and hasattr(getattr(model, "vision_model", model), "encoder"):
-        if hasattr(getattr(model, "vision_model", model).embeddings, "patch_embedding"):
+    """The adapter of an image encoder; unknown ones are refused."""
+    kind, tower = getattr(getattr(model, "config", None), "model_type", None), getattr(model, "vision_model", model)
+    if kind in TransformersEncoder.model_types and hasattr(tower, "encoder"):
+        if hasattr(tower.embeddings, "patch_embedding"):
             return TransformersEncoder(model)
     tower = getattr(model, "visual", model)
     if hasattr(tower, "conv1") and hasattr(getattr(tower, "transformer", None), "resblocks"):

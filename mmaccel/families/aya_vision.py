@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..core.layout import Modality, Picture, Tile
+from ..core.layout import Modality, Picture
 from .base import WINDOWS, Facts
 from .internvl import TiledByText
 from .tower import EncoderCall
@@ -29,17 +29,12 @@ class AyaVision(TiledByText):
         return int(self.config.downsample_factor)
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        m = self.side // self.shuffle
-        pictures: list[Picture] = []
-        offset, before = 0, (-1, 0)
-        for row, start, stop in self.runs(ids, encoded.tokens):
-            between = self.text_before(ids, row, start, start - before[1]) if row == before[0] else ""
+        def begins(row: int, last: int, start: int) -> bool:
+            between = self.text_before(ids, row, start, start - last)
             # without a processor there is no text
-            if not between or any(mark in between for mark in _ENDS):
-                pictures.append([])
-            pictures[-1] += [Tile.raster(1, m, m, offset + i * m * m) for i in range((stop - start) // (m * m))]
-            offset, before = offset + stop - start, (row, stop)
-        return pictures
+            return not between or any(mark in between for mark in _ENDS)
+
+        return self.by_run(ids, encoded, begins)
 
 
 class Cohere2Vision(AyaVision):

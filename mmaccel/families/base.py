@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from ..core.layout import Layout, Modality, Picture
+from ..core.layout import Layout, Modality, Picture, Tile
 from ..errors import UnsupportedError
 from .language import LanguageModel
 from .tower import EncoderCall, ModelTowers
@@ -112,18 +112,21 @@ class Family(LanguageModel, ModelTowers):
     #: the prompt does not say which tiles or frames belong together; a processor is needed to tell
     needs_processor: ClassVar[bool] = False
 
-    def __init__(self, model: nn.Module | Description, processor: Any = None) -> None:
-        self.model: Any = model
-        self.processor = processor
-        self.config: Any = model.config
-        self.inner: Any = model.model
+    def __init__(self, model: Any, processor: Any = None) -> None:
+        self.model, self.processor = model, processor
+        self.config, self.inner = model.config, model.model
         self.text: Any = None if self.inner is None else getattr(self.inner, self.text_name)
-        self.halves = _turns_halves(model.config)
+        self.halves = self.config.text_config.model_type not in _OTHER_ROPE
         self.ranks = int(getattr(model, "_tp_size", None) or 1)
         if len(self.read_layers) > 1:
             self.whole = JOINED
-        if self.undivided is None and slides(model.config):
+        if self.undivided is None and slides(self.config):
             self.undivided = WINDOWS
+
+    @property
+    def cells(self) -> int:
+        """Tokens along one side of a square picture or tile."""
+        return self.side
 
     @classmethod
     def of(cls, config: Any) -> type[Family]:
@@ -133,8 +136,8 @@ class Family(LanguageModel, ModelTowers):
     # --- layout -----------------------------------------------------------------------------------------------
     def token_id(self, modality: Modality) -> int | None:
         """The placeholder id of a modality."""
-        found = getattr(self.config, f"{modality}_token_id", None)
-        return found if found is not None else getattr(self.config, f"{modality}_token_index", None)
+        given = getattr(self.config, f"{modality}_token_id", None)
+        return given if given is not None else getattr(self.config, f"{modality}_token_index", None)
 
     def visual(self, ids: Tensor) -> Tensor:
         """``[B, S]`` bool: the placeholders in ``ids``."""
@@ -151,31 +154,32 @@ class Family(LanguageModel, ModelTowers):
         UnsupportedError
             If placeholders have no encoded picture in this call, or counts do not match.
         """
-        found = []
+        placed = []
         for modality in self.modalities:
-            token = self.token_id(modality)
+            token, output = self.token_id(modality), encoded.get(modality)
             if not bool(((ids == token) & valid).any()):
                 continue
-            seen = encoded.get(modality)
-            if seen is None and any(self.token_id(other) == token for other in encoded):
+            if output is None and any(self.token_id(other) == token for other in encoded):
                 continue
-            if seen is None:
+            if output is None:
                 raise UnsupportedError(
                     f"The prompt has {modality} placeholders, but no {modality} was encoded in this call; pass the pixels "
                     "to the model instead of encoder outputs, and on a second turn only the new tokens and pixels."
                 )
-            pictures = self.pictures(modality, seen, ids)
-            if (made := sum(len(tile) for picture in pictures for tile in picture)) < seen.tokens:
+            pictures = self.pictures(modality, output, ids)
+            if (room := sum(len(tile) for picture in pictures for tile in picture)) < output.tokens:
                 raise UnsupportedError(
-                    f"{self.name}: the prompt has room for {made} {modality} tokens but the encoded {modality}s make "
-                    f"{seen.tokens}; pass the pixels that belong to exactly the new tokens of this call."
+                    f"{self.name}: the prompt has room for {room} {modality} tokens but the encoded {modality}s make "
+                    f"{output.tokens}; pass the pixels that belong to exactly the new tokens of this call."
                 )
-            found.append((modality, int(token or 0), pictures))
-        return Layout.walk(ids, valid, found, self.name)
+            placed.append((modality, int(token or 0), pictures))
+        return Layout.walk(ids, valid, placed, self.name)
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        """The pictures or clips of this call in feature order, each a list of tiles with its tokens' cells and sources."""
-        raise NotImplementedError
+        """The pictures or clips of this call in feature order, each a list of tiles with its tokens' cells and sources; by
+        default square pictures of one tile."""
+        size = 1, self.cells, self.cells
+        return consecutive([[size]] * (encoded.tokens // self.cells**2))
 
     def words(self, ids: Tensor) -> str:
         """The question in ``ids [n]``: the first text between special tokens, without "ASSISTANT:" at its end; may be
@@ -197,16 +201,24 @@ class Family(LanguageModel, ModelTowers):
         return []
 
 
-def _turns_halves(config: Any) -> bool:
-    """Whether RoPE rotates halves, see :attr:`LanguageModel.halves`."""
-    return config.text_config.model_type not in _OTHER_ROPE
-
-
 def slides(config: Any) -> bool:
     """Whether any layer of the language model has a sliding window."""
     text = config.text_config
     kinds = getattr(text, "layer_types", None)
     return "sliding_attention" in kinds if kinds else getattr(text, "sliding_window", None) is not None
+
+
+def consecutive(sizes: Iterable[Iterable[tuple[int, int, int]]], clips: bool = False) -> list[Picture]:
+    """Pictures whose tiles of ``sizes`` (frames, rows, columns) have consecutive sources; of ``clips`` each tile begins the
+    next frame."""
+    pictures: list[Picture] = []
+    offset = 0
+    for tiles in sizes:
+        pictures.append([])
+        for frame, (t, h, w) in enumerate(tiles):
+            pictures[-1].append(Tile.raster(t, h, w, offset, frame=frame if clips else 0))
+            offset += t * h * w
+    return pictures
 
 
 def passed_on() -> Tensor:

@@ -21,7 +21,6 @@ class DeepseekOcr2(Family):
     place = 19
     facts = Facts("yes, tiled", clips=False, cls=False, merging="-")
     closed = "reads a picture into queries, which are no places of it"
-    has_cls = False
     reads_pages = True
     layers_path = ""
 

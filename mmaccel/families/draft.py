@@ -16,16 +16,8 @@ FOLDER = "draft"
 
 def load_draft(method: str, draft: str | Loaded, family: Family) -> Family:
     """The adapter of the draft model of ``family``. ``draft`` is a folder or hub id, by default the folder ``draft``
-    beside the model's weights, loaded on the model's device; or a loaded model, used as it is. ``method`` is named in
-    errors.
-
-    Raises
-    ------
-    UnsupportedError
-        If none is named, it is accelerated itself, or it cannot read the same prompts.
-    MmaccelError
-        If it does not load.
-    """
+    beside the model's weights, loaded on the model's device; or a loaded model, used as it is. ``method`` is named in errors.
+    Refuses a draft that is accelerated itself, or cannot read the same prompts."""
     if isinstance(draft, Loaded):
         model = draft.model.get_base_model() if hasattr(draft.model, "get_base_model") else draft.model
         if model is family.model:
@@ -36,22 +28,22 @@ def load_draft(method: str, draft: str | Loaded, family: Family) -> Family:
         weight = next(x for x in family.text.parameters() if x.device.type != "meta")
         device, dtype = str(weight.device), str(weight.dtype).removeprefix("torch.")
         model = load_once("draft", draft, (device, dtype), lambda: load_model(draft, device=device, dtype=dtype)[0])
-    made = family_of(model)
-    check_free(made)
-    if type(made) is not type(family):
+    drafting = family_of(model)
+    check_free(drafting)
+    if type(drafting) is not type(family):
         raise UnsupportedError(
-            f"The draft {draft!r} is of family {made.name}, and this model of {family.name}; name another."
+            f"The draft {draft!r} is of family {drafting.name}, and this model of {family.name}; name another."
         )
     for what, mine, its in (
-        ("words", family.text.config.vocab_size, made.text.config.vocab_size),
-        *((f"{one} placeholder", family.token_id(one), made.token_id(one)) for one in family.modalities),
+        ("words", family.text.config.vocab_size, drafting.text.config.vocab_size),
+        *((f"{one} placeholder", family.token_id(one), drafting.token_id(one)) for one in family.modalities),
     ):
         if mine != its:
             raise UnsupportedError(
                 f"The draft {draft!r} has other prompts than this model: {what} {its}, not {mine}; name one of the same "
                 "series."
             )
-    return made
+    return drafting
 
 
 def check_free(draft: Family) -> None:
@@ -70,6 +62,3 @@ def _draft_folder(method: str, family: Family) -> str:
             "draft='Qwen/Qwen2.5-VL-3B-Instruct' for Qwen2.5-VL-7B."
         )
     return str(folder)
-
-
-__all__ = ["FOLDER", "check_free", "load_draft"]

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.layout import Modality, Picture, Tile
-from .base import Facts, Family
+from ..core.layout import Modality, Picture
+from .base import Facts, Family, consecutive
 from .tower import EncoderCall
 
 
@@ -21,7 +21,6 @@ class FastVLM(Family):
     facts = Facts(clips=False, cls=False, merging="-")
     closed = "is convolutional for the most part, without layers over patches"
     package = "timm"
-    has_cls = False
     layers_path = ""
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
@@ -30,4 +29,4 @@ class FastVLM(Family):
         count, (height, width) = len(pixels), pixels.shape[-2:]
         tokens = encoded.tokens // count
         h = round(math.sqrt(tokens * height / width))
-        return [[Tile.raster(1, h, tokens // h, i * tokens)] for i in range(count)]
+        return consecutive([[(1, h, tokens // h)]] * count)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..core.layout import Modality, Picture, Tile
+from ..core.layout import Modality
 from ..errors import UnsupportedError
 from .base import BOTH_WAYS, Facts, Family, block_mean, raster_blocks
 from .tower import EncoderCall
@@ -31,20 +31,15 @@ class Gemma3(Family):
     over_windows = True
 
     @property
-    def pooled(self) -> int:
-        """Number of tokens along one side of a picture."""
+    def cells(self) -> int:
         return int(self.config.mm_tokens_per_image**0.5)
 
     def units(self, encoded: EncoderCall, patches: int, width: int | None = None) -> Tensor:
-        return raster_blocks(self.side, self.side // self.pooled)
+        return raster_blocks(self.side, self.side // self.cells)
 
     def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
         """Averages as the projector makes them, picture after picture."""
-        return block_mean(torch.cat(values), self.side, self.side // self.pooled).flatten(0, 1)
-
-    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        n = self.pooled
-        return [[Tile.raster(1, n, n, i * n * n)] for i in range(encoded.tokens // (n * n))]
+        return block_mean(torch.cat(values), self.side, self.side // self.cells).flatten(0, 1)
 
     def rope_kind(self, layer: int) -> str:
         """Local and global layers have RoPEs of different angles."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..core.layout import Modality, Picture, Tile
-from .base import Facts
+from ..core.layout import Modality, Picture
+from .base import Facts, consecutive
 from .gemma3 import Gemma3
 from .tower import EncoderCall
 
@@ -23,7 +24,6 @@ class Gemma4(Gemma3):
     extra_inputs = ("mm_token_type_ids",)
     over_windows = False
     closed = "pads pictures of several sizes to one"
-    has_cls = False
     layers_path = ""
 
     @property
@@ -38,18 +38,8 @@ class Gemma4(Gemma3):
         if modality == "video":
             # before transformers 5.20 clips had an axis of their own
             frames = [at.shape[1]] * len(at) if at.dim() == 4 else [int(n) for n in given["num_frames_per_video"]]
-        sizes = (at.flatten(0, -3).amax(1) + 1) // self.pooled
-        found: list[Picture] = []
-        number = offset = 0
-        for count in frames:
-            tiles = []
-            for frame in range(count):
-                columns, rows = sizes[number].tolist()
-                tiles.append(Tile.raster(1, rows, columns, offset, frame=frame))
-                offset += rows * columns
-                number += 1
-            found.append(tiles)
-        return found
+        sizes = iter(((at.flatten(0, -3).amax(1) + 1) // self.pooled).tolist())
+        return consecutive([[(1, rows, columns) for columns, rows in islice(sizes, n)] for n in frames], clips=True)
 
     def is_bidirectional(self, layer: int) -> bool:
         """Whether the layer has a window."""

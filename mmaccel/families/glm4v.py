@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..core.layout import Modality
-from .base import Description, Facts
+from .base import Description
 from .qwen_vl import Qwen2VL
 
 
@@ -16,7 +16,6 @@ class Glm4v(Qwen2VL):
     name = "glm4v"
     model_types = ("glm4v",)
     place = 9
-    facts = Facts("yes, any size", cls=False, merging="2x2 blocks")
     stamped = True
     halves = False
 

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from ..core.layout import Modality, Picture, Tile
+from ..core.layout import Modality, Picture
 from .base import Facts
 from .internvl import TiledByText
 from .tower import EncoderCall
@@ -20,17 +20,14 @@ class GotOcr2(TiledByText):
     place = 15
     facts = Facts("yes, tiled", clips=False, cls=False, merging="-")
     closed = "works in windows with relative positions, and computes its attention by itself"
-    has_cls = False
     needs_processor = False
     reads_pages = True
     layers_path = ""
 
-    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
+    @property
+    def cells(self) -> int:
         # two convolutions halve the sides
-        m = math.ceil(math.ceil(self.side / 2) / 2)
-        pictures: list[Picture] = []
-        offset = 0
-        for _, start, stop in self.runs(ids, encoded.tokens):
-            pictures.append([Tile.raster(1, m, m, at) for at in range(offset, offset + stop - start, m * m)])
-            offset += stop - start
-        return pictures
+        return math.ceil(self.side / 4)
+
+    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
+        return self.by_run(ids, encoded)

@@ -63,8 +63,8 @@ class Granite4Vision(LlavaNext):
         return embeds * self.text.embedding_multiplier + deep[first].to(embeds)
 
     def logits(self, states: Tensor) -> Tensor:
-        found: Tensor = super().logits(states) / self.config.text_config.logits_scaling
-        return found
+        logits: Tensor = super().logits(states) / self.config.text_config.logits_scaling
+        return logits
 
     def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
         """Mean of the patches of each token."""

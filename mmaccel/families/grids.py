@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..core.layout import Modality, Picture, Tile
-from .base import Facts, Family
+from ..core.layout import Modality, Picture
+from .base import Facts, Family, consecutive
 from .tower import CLIP_STD, EncoderCall
 
 
@@ -20,15 +20,16 @@ class PackedGrids(Family):
     modalities: ClassVar[tuple[Modality, ...]] = ("image", "video")
     #: whether the frames of a clip are runs of their own, with time stamps between them
     stamped: ClassVar[bool] = False
+    usual_std: ClassVar[tuple[float, ...]] = CLIP_STD
 
     @property
     def merge(self) -> int:
         """Patches along one side of a merged block."""
         return int(self.vision.spatial_merge_size)
 
-    @property
-    def has_cls(self) -> bool:
-        return False
+    def merged(self, encoded: EncoderCall) -> int:
+        """:attr:`merge` of one call."""
+        return self.merge
 
     @property
     def feature_layer(self) -> int:
@@ -36,7 +37,7 @@ class PackedGrids(Family):
 
     def units(self, encoded: EncoderCall, patches: int, width: int | None = None) -> Tensor:
         """Blocks that the merger joins; their patches are consecutive."""
-        return torch.arange(patches).view(-1, self.merge**2)
+        return torch.arange(patches).view(-1, self.merged(encoded) ** 2)
 
     def frames(self, encoded: EncoderCall) -> list[list[tuple[int, int]]]:
         """The tower packs the frames of all pictures; attention stays inside a frame."""
@@ -47,10 +48,6 @@ class PackedGrids(Family):
         given: Any = next(value for name, value in encoded.arguments.items() if name.endswith("grid_thw"))
         return [(t, h, w) for t, h, w in given.tolist()]
 
-    @property
-    def usual_std(self) -> tuple[float, ...]:
-        return CLIP_STD
-
     def unit_pixels(self, encoded: EncoderCall, pixels: Tensor) -> list[tuple[Tensor, Tensor]]:
         """A row of ``pixels`` is a patch; every frame by itself."""
         colours = torch.tensor(self.image_std, device=pixels.device)[:, None]
@@ -60,31 +57,20 @@ class PackedGrids(Family):
         for t, h, w in self.grids("image", encoded):
             of_size.setdefault((h, w), []).append(units[first : first + t * h * w].view(t, h * w, -1))
             first += t * h * w
-        found = []
-        for (h, w), places in of_size.items():
-            at = torch.cat(places).to(pixels.device)
-            found.append((scaled[at].view(len(at), h, w, -1), at))
-        return found
+        groups = [(size, torch.cat(places).to(pixels.device)) for size, places in of_size.items()]
+        return [(scaled[at].view(len(at), *size, -1), at) for size, at in groups]
 
     def grids(self, modality: Modality, encoded: EncoderCall) -> list[tuple[int, int, int]]:
         """(t, h, w) of every picture in tokens."""
         # Qwen3-VL encodes clips with the function for images, so the argument's name says nothing
-        return [(t, h // self.merge, w // self.merge) for t, h, w in self._given_grids(encoded)]
+        side = self.merged(encoded)
+        return [(t, h // side, w // side) for t, h, w in self._given_grids(encoded)]
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        offset, pictures = 0, []
-        for t, h, w in self.grids(modality, encoded):
-            pictures.append(self.clip(t, h, w, offset))
-            offset += t * h * w
-        return pictures
-
-    def clip(self, t: int, h: int, w: int, offset: int) -> Picture:
-        """The segments of one picture or clip."""
-        if self.stamped:
-            return [Tile.raster(1, h, w, offset + f * h * w, frame=f) for f in range(t)]
-        return [Tile.raster(t, h, w, offset)]
+        grids = self.grids(modality, encoded)
+        return consecutive([[(1, h, w)] * t if self.stamped else [(t, h, w)] for t, h, w in grids], clips=True)
 
     def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
         """Mean of each merged block; the tower runs over ``[1, patches of a frame or window]`` at a time."""
         flat = torch.cat([v[0] for v in values])
-        return flat.reshape(-1, self.merge**2, *flat.shape[1:]).mean(1)
+        return flat.reshape(-1, self.merged(encoded) ** 2, *flat.shape[1:]).mean(1)

@@ -38,8 +38,7 @@ class Idefics3(TiledByText):
         return self.tower_depth - 1
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        m = self.side // self.shuffle
-        pictures: list[Picture] = []
+        m, pictures = self.cells, list[Picture]()
         offset, row_before, stop_before = 0, -1, 0
         open_tiles, frame = False, 0
         for row, start, stop in self.runs(ids, encoded.tokens):

@@ -8,9 +8,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..core.layout import Modality, Picture, Tile
-from .base import Facts, Family, block_mean, raster_blocks
+from .base import Facts, Family, block_mean, consecutive, raster_blocks
 from .tower import EncoderCall
 
 _FRAME = re.compile(r"Frame\s*(\d+)\s*:\s*(?:<img>)?\s*$")
@@ -26,6 +27,10 @@ class TiledByText(Family):
         """Patches along one side of the block that becomes one token."""
         return int(round(1 / self.config.downsample_ratio))
 
+    @property
+    def cells(self) -> int:
+        return self.side // self.shuffle
+
     def units(self, encoded: EncoderCall, patches: int, width: int | None = None) -> Tensor:
         """The blocks that pixel shuffle joins."""
         return raster_blocks(self.side, self.shuffle)
@@ -38,16 +43,26 @@ class TiledByText(Family):
         """
         visual = self.visual(ids) if visual is None else visual
         copies = max(1, int(visual.sum()) // max(1, tokens))
-        found = []
-        for b in range(0, len(ids), copies):
-            start = None
-            for i, inside in enumerate([*visual[b].tolist(), False]):
-                if inside and start is None:
-                    start = i
-                elif not inside and start is not None:
-                    found.append((b, start, i))
-                    start = None
-        return found
+        rows = pad(visual, (1, 1)).int().diff()[::copies]
+        bounds = ((rows == edge).nonzero().tolist() for edge in (1, -1))
+        return [(copies * row, start, stop) for (row, start), (_, stop) in zip(*bounds, strict=True)]
+
+    def by_run(
+        self, ids: Tensor, encoded: EncoderCall, begins: Callable[[int, int, int], bool] = lambda row, last, start: True
+    ) -> list[Picture]:
+        """Pictures of tiles of one size, several in a run.
+
+        ``begins(row, last, start)`` says whether the run at ``start`` begins a picture, where the run before it ended at
+        ``last``; the first one of a row does.
+        """
+        size, before = (1, self.cells, self.cells), (-1, 0)
+        pictures: list[list[tuple[int, int, int]]] = []
+        for row, start, stop in self.runs(ids, encoded.tokens):
+            if row != before[0] or begins(row, before[1], start):
+                pictures.append([])
+            pictures[-1] += [size] * ((stop - start) // self.cells**2)
+            before = row, stop
+        return consecutive(pictures)
 
     def sized(
         self,
@@ -95,13 +110,11 @@ class InternVL(TiledByText):
     model_types = ("internvl",)
     place = 9
     facts = Facts("yes, tiled", merging="blocks of pixel shuffle")
-    deepstack = 0
     layers_path = "encoder.layer"
     attention_name = "attention"
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        m = self.side // self.shuffle
-        pictures: list[Picture] = []
+        m, pictures = self.cells, list[Picture]()
         offset = expected = 0
         for row, start, stop in self.runs(ids, encoded.tokens):
             frame = _FRAME.search(self.text_before(ids, row, start))

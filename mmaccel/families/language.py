@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 def first_of(module: Any, *names: str) -> nn.Module:
     """The submodule of the first of ``names`` that ``module`` has."""
-    found: nn.Module = next(part for name in names if (part := getattr(module, name, None)) is not None)
-    return found
+    first: nn.Module = next(part for name in names if (part := getattr(module, name, None)) is not None)
+    return first
 
 
 class LanguageModel:
@@ -90,9 +90,9 @@ class LanguageModel:
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits ``[..., V]`` of the last hidden states ``[..., D]``."""
-        found: Tensor = self.model.lm_head(states)
+        logits: Tensor = self.model.lm_head(states)
         cap = getattr(self.text.config, "final_logit_softcapping", None)
-        return found if cap is None else torch.tanh(found / cap) * cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def queries_in(self, attention: Any) -> nn.Module:
         """The last module that queries pass before RoPE."""

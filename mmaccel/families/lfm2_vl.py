@@ -36,7 +36,6 @@ class Lfm2VL(ShortConvolutions, TiledByText):
     place = 12
     facts = Facts("yes, tiled, any size", clips=False, cls=False, merging="-")
     closed = "pads tiles of several sizes to one"
-    has_cls = False
     layers_path = ""
 
     @property

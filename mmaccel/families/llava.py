@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
 from ..errors import UnsupportedError
-from .base import JOINED, Facts, Family
+from .base import JOINED, Facts, Family, consecutive
 from .pixtral import Pixtral
 from .tower import EncoderCall
 
@@ -35,13 +35,12 @@ class Llava(Family):
         return Pixtral if config.vision_config.model_type == "pixtral" else cls
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        n = self.side
         # VipLLaVA has no choice of strategy
         strategy = getattr(self.config, "vision_feature_select_strategy", "default")
         leading = int(self.has_cls and strategy == "full")
-        return [
-            [with_cls(Tile.raster(1, n, n, i * n * n), leading)] for i in range(encoded.tokens // (n * n + leading))
-        ]
+        size = 1, self.side, self.side
+        plain = consecutive([[size]] * (encoded.tokens // (self.side**2 + leading)))
+        return [[with_cls(tile, leading)] for [tile] in plain]
 
 
 class VipLlava(Llava):

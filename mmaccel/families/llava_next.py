@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.image_processing_utils import select_best_resolution
 
 from ..core.layout import Modality, Picture, Tile
-from .base import Facts, Family, block_mean, clip_frames, raster_blocks
+from .base import Facts, Family, block_mean, clip_frames, consecutive, raster_blocks
 from .tower import EncoderCall
 
 
@@ -22,11 +22,6 @@ class LlavaNext(Family):
     model_types = ("llava_next",)
     place = 2
     facts = Facts("yes, tiled", clips=False)
-
-    @property
-    def cells(self) -> int:
-        """Tokens along one side of a tile."""
-        return self.side
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         offset, pictures = 0, []
@@ -85,8 +80,7 @@ class LlavaNextVideo(LlavaNext):
         if modality == "image":
             return super().pictures(modality, encoded, ids)
         clips, frames = clip_frames(encoded)
-        m = self.side // 2
-        return [[Tile.raster(frames, m, m, i * frames * m * m)] for i in range(clips)]
+        return consecutive([[(frames, self.side // 2, self.side // 2)]] * clips)
 
     def units(self, encoded: EncoderCall, patches: int, width: int | None = None) -> Tensor:
         """The blocks that pooling joins in clips; with an odd side pooling leaves patches out, and they merge singly."""
@@ -102,5 +96,5 @@ class LlavaNextVideo(LlavaNext):
 
 def sizes(encoded: EncoderCall) -> list[tuple[int, int]]:
     """The original (height, width) of every image of the call."""
-    found: Any = encoded.arguments["image_sizes"]
-    return [(int(h), int(w)) for h, w in (found.tolist() if isinstance(found, Tensor) else found)]
+    given: Any = encoded.arguments["image_sizes"]
+    return [(int(h), int(w)) for h, w in (given.tolist() if isinstance(given, Tensor) else given)]

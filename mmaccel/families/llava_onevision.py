@@ -34,11 +34,11 @@ class LlavaOneVision(LlavaNext):
             clips, frames = clip_frames(encoded)
             return [[Tile.raster(frames, m, m, i * frames * m * m, newline=True)] for i in range(clips)]
         per_row: Any = encoded.arguments.get("batch_num_images")
-        found = sizes(encoded)
-        alone = [True] * len(found) if per_row is None else [int(k) == 1 for k in per_row for _ in range(int(k))]
+        shapes = sizes(encoded)
+        alone = [True] * len(shapes) if per_row is None else [int(k) == 1 for k in per_row for _ in range(int(k))]
         aspect = encoded.arguments.get("vision_aspect_ratio") or self.config.vision_aspect_ratio
         offset, pictures = 0, []
-        for size, single in zip(found, alone, strict=True):
+        for size, single in zip(shapes, alone, strict=True):
             if single:
                 tiles, used = self.anyres(size, offset, int(aspect.removeprefix("anyres_max_")))
             else:

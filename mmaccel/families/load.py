@@ -7,38 +7,32 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MmaccelError, UnsupportedError
+from ..errors import MmaccelError, UnsupportedError, first_line
 
 if TYPE_CHECKING:
     import torch
 
 
 def place(device: str | None = None) -> torch.device:
-    """The device of a name; by default cuda if there is one.
-
-    Raises
-    ------
-    MmaccelError
-        If there is no such device.
-    """
+    """The device of a name, by default cuda if there is one; names of devices that this machine lacks are refused."""
     import torch
 
     try:
-        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
         raise MmaccelError(f"There is no device {device!r}; give cpu, cuda, or cuda:1 for the second GPU.") from None
-    if found.type == "cuda":
+    if where.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not count:
             raise MmaccelError(
                 "This machine has no GPU that torch can use; run on the CPU (--device cpu, or device='cpu'), and see what "
                 "mmaccel doctor says."
             )
-        if found.index is not None and found.index >= count:
+        if where.index is not None and where.index >= count:
             raise MmaccelError(
                 f"There is no {device}; this machine has {', '.join(f'cuda:{i}' for i in range(count))}."
             )
-    return found
+    return where
 
 
 @contextmanager
@@ -115,15 +109,10 @@ def load_model(
     except MmaccelError:
         raise
     except ImportError as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise MmaccelError(f"Loading {name!r} needs something that is not installed: {first}") from error
+        raise MmaccelError(f"Loading {name!r} needs something that is not installed: {first_line(error)}") from error
     except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise MmaccelError(
-            f"Cannot load {name!r} ({first.rstrip('.')}); give a folder with config, safetensors and processor files, or "
-            "a hub id that this machine can reach."
+            f"Cannot load {name!r} ({first_line(error).rstrip('.')}); give a folder with config, safetensors and processor "
+            "files, or a hub id that this machine can reach."
         ) from error
     return model, processor
-
-
-__all__ = ["load_model", "place"]

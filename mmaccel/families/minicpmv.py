@@ -35,7 +35,6 @@ class MiniCpmV(Stateful, TiledByText):
     modalities: ClassVar[tuple[Modality, ...]] = ("image", "video")
     carrying = ("linear_attention",)
     closed = "joins windows of patches between its layers"
-    has_cls = False
     halves = False
     layers_path = ""
 

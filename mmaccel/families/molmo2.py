@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.layout import Modality, Picture, Tile
-from .base import BOTH_WAYS, Facts, Family, passed_on, types_of_new
+from ..core.layout import Modality, Picture
+from .base import BOTH_WAYS, Facts, Family, consecutive, passed_on, types_of_new
 from .tower import EncoderCall
 
 
@@ -27,7 +27,6 @@ class Molmo2(Family):
     extra_inputs = ("mm_token_type_ids",)
     masks_above = True
     no_return = undivided = BOTH_WAYS
-    has_cls = False
     closed = "cuts pictures into crops that overlap"
     layers_path = ""
 
@@ -50,16 +49,10 @@ class Molmo2(Family):
         return nn.Identity() if layer.norm_after else super().norm_in(layer)
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        found: list[Picture] = []
-        offset = 0
-        for sizes in torch.as_tensor(encoded.arguments[f"{modality}_grids"]).tolist():
-            grids = [sizes[:2], sizes[2:]] if modality == "image" else [sizes[1:]] * sizes[0]
-            tiles = []
-            for frame, (rows, columns) in enumerate(grids):
-                tiles.append(Tile.raster(1, rows, columns, offset, frame=frame if modality == "video" else 0))
-                offset += rows * columns
-            found.append(tiles)
-        return found
+        given = torch.as_tensor(encoded.arguments[f"{modality}_grids"]).tolist()
+        if modality == "image":
+            return consecutive([[(1, h, w), (1, rows, columns)] for h, w, rows, columns in given])
+        return consecutive([[(1, h, w)] * frames for frames, h, w in given], clips=True)
 
     def mask_argument(self, real: Tensor | None) -> Tensor:
         return passed_on()

@@ -37,8 +37,10 @@ class ThreeAxes(Family):
     ) -> Tensor:
         """``[3, B, q]``: positions of new tokens with pictures, counted from 0. ``mask [B, q]`` is False for padding."""
         given = {key: x for key, x in kwargs.items() if key not in ("input_ids", "inputs_embeds", "attention_mask")}
-        new: Tensor = self.inner.get_rope_index(ids, **{**given, "mm_token_type_ids": types, "attention_mask": mask})[0]
-        return new
+        positions: Tensor = self.inner.get_rope_index(
+            ids, **{**given, "mm_token_type_ids": types, "attention_mask": mask}
+        )[0]
+        return positions
 
     def wrappers(self) -> list[tuple[Any, str, Wrapper]]:
         """The model's functions that compute positions."""

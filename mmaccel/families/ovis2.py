@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..core.layout import Modality, Picture, Tile
+from ..core.layout import Modality, Picture
 from .base import Facts
 from .internvl import TiledByText
 from .tower import EncoderCall
@@ -27,14 +27,5 @@ class Ovis2(TiledByText):
         return int(self.vision.hidden_stride)
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        m = self.side // self.shuffle
-        begins = ids == self.config.visual_indicator_token_ids[0]
-        pictures: list[Picture] = []
-        offset, before = 0, (-1, 0)
-        for row, start, stop in self.runs(ids, encoded.tokens):
-            since = before[1] if row == before[0] else 0
-            if row != before[0] or bool(begins[row, since:start].any()):
-                pictures.append([])
-            pictures[-1] += [Tile.raster(1, m, m, offset + i * m * m) for i in range((stop - start) // (m * m))]
-            offset, before = offset + stop - start, (row, stop)
-        return pictures
+        marks = ids == self.config.visual_indicator_token_ids[0]
+        return self.by_run(ids, encoded, lambda row, last, start: bool(marks[row, last:start].any()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..core.layout import Modality
@@ -24,8 +23,7 @@ class RasterVL(Qwen2VL):
         return raster_blocks(patches // width, self.merge, width)
 
     def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
-        flat = torch.cat([v[0] for v in values])
-        return flat[self.blocks(encoded, len(flat)).to(flat.device)].mean(1)
+        return self.blocks_mean(encoded, values)
 
 
 class PaddleOcrVL(RasterVL):

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.layout import Modality, Picture, Tile
 from ..errors import UnsupportedError
 from .base import BOTH_WAYS, Facts, Family, passed_on, types_of_new
 from .gemma3 import within
-from .tower import EncoderCall
 
 
 class PaliGemma(Family):
@@ -37,10 +35,6 @@ class PaliGemma(Family):
                 'load it with attn_implementation="eager".'
             )
 
-    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        n = self.side
-        return [[Tile.raster(1, n, n, i * n * n)] for i in range(encoded.tokens // (n * n))]
-
     def mask_argument(self, real: Tensor | None) -> Tensor:
         return passed_on()
 
@@ -51,6 +45,6 @@ class PaliGemma(Family):
         kinds = extra_inputs.get("token_type_ids")
         if kinds is None:
             return None
-        found = torch.where((types_of_new(kinds, ids, seen) == 0) & valid, 0, -1)
-        within(self.name, found, getattr(self.text.config, "sliding_window", None), "prompt")
-        return found
+        groups = torch.where((types_of_new(kinds, ids, seen) == 0) & valid, 0, -1)
+        within(self.name, groups, getattr(self.text.config, "sliding_window", None), "prompt")
+        return groups

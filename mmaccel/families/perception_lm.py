@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.layout import Modality, Picture, Tile
-from .base import Facts, Family
+from ..core.layout import Modality, Picture
+from .base import Facts, Family, consecutive
 from .tower import EncoderCall
 
 
@@ -22,17 +22,10 @@ class PerceptionLM(Family):
     modalities = ("image", "video")
     closed = "is one of timm, which computes its attention by itself"
     package = "timm"
-    has_cls = False
     layers_path = "timm_model.blocks"
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         pixels: Any = encoded.arguments["pixel_values"]
         count, tiles = pixels.shape[:2]
-        tokens = encoded.tokens // (count * tiles)
-        m = math.isqrt(tokens)
-        if modality == "video":
-            return [[Tile.raster(tiles, m, m, i * tiles * tokens)] for i in range(count)]
-        return [
-            [Tile.raster(1, m, m, at) for at in range(i * tiles * tokens, (i + 1) * tiles * tokens, tokens)]
-            for i in range(count)
-        ]
+        m = math.isqrt(encoded.tokens // (count * tiles))
+        return consecutive([[(tiles, m, m)] if modality == "video" else [(1, m, m)] * tiles] * count)

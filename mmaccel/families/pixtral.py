@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..core.layout import Modality, Picture, Tile
-from .base import Facts, Family
+from ..core.layout import Modality, Picture
+from .base import Facts, Family, consecutive
 from .tower import CLIP_STD, EncoderCall
 
 
@@ -19,7 +19,6 @@ class Mistral3(Family):
     model_types: ClassVar[tuple[str, ...]] = ("mistral3",)
     place = 20
     facts = Facts("yes, any size", clips=False, cls=False, merging="2x2 blocks")
-    has_cls = False
     one_call = True
     usual_std = CLIP_STD
     layers_path = "transformer.layers"
@@ -61,17 +60,10 @@ class Mistral3(Family):
         return [(torch.stack([v for v, _ in one]), torch.stack([at for _, at in one])) for one in of_size.values()]
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        pictures: list[Picture] = []
-        offset = 0
-        for [(h, w)] in self.frames(encoded):
-            tile = Tile.raster(1, h // self.merge, w // self.merge, offset)
-            pictures.append([tile])
-            offset += len(tile)
-        return pictures
+        return consecutive([[(1, h // self.merge, w // self.merge)] for [(h, w)] in self.frames(encoded)])
 
     def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
-        flat = torch.cat([v[0] for v in values])
-        return flat[self.blocks(encoded, len(flat)).to(flat.device)].mean(1)
+        return self.blocks_mean(encoded, values)
 
 
 class Pixtral(Mistral3):

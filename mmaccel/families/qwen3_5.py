@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .base import Facts
 from .qwen_vl import Qwen2VL
 from .stateful import Stateful
 
@@ -16,7 +15,6 @@ class Qwen35(Stateful, Qwen2VL):
     name = "qwen3_5"
     model_types = ("qwen3_5",)
     place = 8
-    facts = Facts("yes, any size", cls=False, merging="2x2 blocks")
     carrying = ("linear_attention",)
     halves = False
     stamped = True

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Facts
 from .mrope import ThreeAxes
 from .qwen_vl import Qwen3VL, Qwen25VL
 
@@ -25,7 +24,7 @@ class _Thinker(ThreeAxes):
     ) -> Tensor:
         """Positions as the model computes them, with sounds."""
         sounds = kwargs.get("feature_attention_mask")
-        new: Tensor = self.inner.get_rope_index(
+        positions: Tensor = self.inner.get_rope_index(
             ids,
             kwargs.get("image_grid_thw"),
             kwargs.get("video_grid_thw"),
@@ -34,7 +33,7 @@ class _Thinker(ThreeAxes):
             kwargs.get("audio_feature_lengths") if sounds is None else sounds.sum(-1),
             kwargs.get("video_second_per_grid"),
         )[0]
-        return new
+        return positions
 
 
 class Qwen25Omni(_Thinker, Qwen25VL):
@@ -44,7 +43,6 @@ class Qwen25Omni(_Thinker, Qwen25VL):
     name = "qwen2_5_omni"
     model_types = ("qwen2_5_omni_thinker",)
     place = 8
-    facts = Facts("yes, any size", cls=False, merging="2x2 blocks, in full-attention layers")
     since = "5.23"
     stamped = True
 

@@ -71,8 +71,6 @@ class Qwen3VL(Qwen2VL):
     name = "qwen3_vl"
     model_types = ("qwen3_vl",)
     place = 8
-    facts = Facts("yes, any size", cls=False, merging="2x2 blocks")
-
     stamped = True
     usual_std = (0.5, 0.5, 0.5)
 
@@ -89,4 +87,3 @@ class Qwen3VLMoe(Qwen3VL):
 
     name = "qwen3_vl_moe"
     model_types = ("qwen3_vl_moe",)
-    facts = Facts("yes, any size", cls=False, merging="2x2 blocks")

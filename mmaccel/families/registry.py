@@ -61,7 +61,7 @@ def families() -> dict[str, type[Family]]:
     """
     if not _families:
         own = [import_module(name) for name in files(import_module(__package__ or ""))]
-        _families.update(_sorted([family for found in (*own, *offered(ENTRY_POINTS, Family)) for family in _in(found)]))
+        _families.update(_sorted([family for offer in (*own, *offered(ENTRY_POINTS, Family)) for family in _in(offer)]))
     return dict(_families)
 
 
@@ -74,38 +74,39 @@ def family_of(model: nn.Module, processor: Any = None) -> Family:
         If the model is of no supported family; the message lists those that are, or says why one like it cannot be.
     """
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    for family in families().values():
-        if kind in family.model_types:
-            if not hasattr(model, "generate") or not hasattr(model, "model"):
-                raise UnsupportedError(
-                    f"{type(model).__name__} cannot generate; give the ...ForConditionalGeneration model of {kind}."
-                )
-            _fits(family, model.config)
-            if not hasattr(model.model, family.text_name):
-                raise UnsupportedError(
-                    f"This transformers lays {kind} models out otherwise than mmaccel knows them; "
-                    f"update transformers to {family.since}."
-                )
-            return family.of(model.config)(model, processor)
-    raise _unknown(kind)
+    family = _serving(kind)
+    if not hasattr(model, "generate") or not hasattr(model, "model"):
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot generate; give the ...ForConditionalGeneration model of {kind}."
+        )
+    _check_text(family, model.config)
+    if not hasattr(model.model, family.text_name):
+        raise UnsupportedError(
+            f"This transformers lays {kind} models out otherwise than mmaccel knows them; "
+            f"update transformers to {family.since}."
+        )
+    return family.of(model.config)(model, processor)
 
 
 def described(config: Any) -> Family:
-    """The adapter of a model of which only the configuration is at hand, see :class:`~mmaccel.families.base.Description`.
+    """The adapter of a configuration, without its model (see :class:`~mmaccel.families.base.Description`); raises as
+    :func:`family_of` does."""
+    family = _serving(config.model_type)
+    _check_text(family, config)
+    return family.of(config)(Description(config))
 
-    Raises
-    ------
-    UnsupportedError
-        If the model is of no supported family; the message lists those that are, or says why one like it cannot be.
-    """
+
+def _serving(kind: str) -> type[Family]:
+    """The family that serves a model type, or a refusal that says why none does."""
     for family in families().values():
-        if config.model_type in family.model_types:
-            _fits(family, config)
-            return family.of(config)(Description(config))
-    raise _unknown(config.model_type)
+        if kind in family.model_types:
+            return family
+    if kind in REFUSED:
+        raise UnsupportedError(f"mmaccel does not accelerate {kind} models: {REFUSED[kind]}.")
+    raise UnsupportedError(f"mmaccel does not know the model type {kind!r}; it supports {', '.join(families())}.")
 
 
-def _fits(family: type[Family], config: Any) -> None:
+def _check_text(family: type[Family], config: Any) -> None:
     """Raise if the language model is not one that can be accelerated correctly."""
     text = config.get_text_config()
     others = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENDING - set(family.carrying))
@@ -120,26 +121,19 @@ def _fits(family: type[Family], config: Any) -> None:
         )
 
 
-def _unknown(kind: str) -> UnsupportedError:
-    """The error message for a model type that no family serves."""
-    if kind in REFUSED:
-        return UnsupportedError(f"mmaccel does not accelerate {kind} models: {REFUSED[kind]}.")
-    return UnsupportedError(f"mmaccel does not know the model type {kind!r}; it supports {', '.join(families())}.")
-
-
-def _in(found: type[Any] | ModuleType) -> list[type[Family]]:
+def _in(offer: type[Any] | ModuleType) -> list[type[Family]]:
     """The families that an entry point offers: a class, or those of a module."""
-    if isinstance(found, type):
-        return [found]
-    made = [one for one in vars(found).values() if inspect.isclass(one) and one.__module__ == found.__name__]
-    # a base that several share says nothing of model types
-    return [one for one in made if issubclass(one, Family) and "model_types" in vars(one)]
+    if isinstance(offer, type):
+        return [offer]
+    classes = [one for one in vars(offer).values() if inspect.isclass(one) and one.__module__ == offer.__name__]
+    # a base that several share has no model types
+    return [one for one in classes if issubclass(one, Family) and "model_types" in vars(one)]
 
 
-def _sorted(found: list[type[Family]]) -> dict[str, type[Family]]:
+def _sorted(offered_: list[type[Family]]) -> dict[str, type[Family]]:
     named: dict[str, type[Family]] = {}
     served: dict[str, type[Family]] = {}
-    for family in dict.fromkeys(found):
+    for family in dict.fromkeys(offered_):
         taken = [(f"name {family.name!r}", named.setdefault(family.name, family))]
         taken += [(f"model type {kind!r}", served.setdefault(kind, family)) for kind in family.model_types]
         for what, first in taken:

@@ -66,12 +66,9 @@ def _row_by_row(
         out = torch.zeros_like(hidden_states)
         for row, real in enumerate(attention_mask.bool().cpu()):
             if bool(real.any()):
-                there = real.to(hidden_states.device)
+                tokens = real.to(hidden_states.device)
                 with layer.of_row(row):
-                    out[row, there] = original(hidden_states[row, there][None], **kwargs)[0]
+                    out[row, tokens] = original(hidden_states[row, tokens][None], **kwargs)[0]
         return out
 
     return forward
-
-
-__all__ = ["Stateful"]

@@ -19,8 +19,6 @@ from ..method.model_options import load_once
 class TextTower:
     """A text tower, and the projection of the vision tower that was trained with it.
 
-    Parameters
-    ----------
     name : as the user gave it.
     norm, projection : the vision tower's last norm and its projection into the common space, ``[width, d]``.
     texts : from a text to embeddings ``[segments, d]``; what is longer than the context of the tower makes several.
@@ -49,20 +47,14 @@ class TextTower:
         """``[N, q, d]`` float32 and ``[N, q]`` bool: the segments of every text, or its ``words``; an empty text has none."""
         read = self.words if words else self.texts
         with without_autocast(self.projection.device):
-            found = [read(text) if text else self.projection.new_zeros(0, self.projection.shape[1]) for text in texts]
-        there = nn.utils.rnn.pad_sequence([torch.ones(len(x), dtype=torch.bool) for x in found], batch_first=True)
-        return nn.utils.rnn.pad_sequence(found, batch_first=True), there.to(self.projection.device)
+            embeds = [read(text) if text else self.projection.new_zeros(0, self.projection.shape[1]) for text in texts]
+        valid = nn.utils.rnn.pad_sequence([torch.ones(len(x), dtype=torch.bool) for x in embeds], batch_first=True)
+        return nn.utils.rnn.pad_sequence(embeds, batch_first=True), valid.to(self.projection.device)
 
     @staticmethod
     def load(name: str, device: torch.device | None = None) -> TextTower:
         """From a folder of a transformers or open_clip model, or ``NAME:WEIGHTS`` as open_clip knows it; in float32. Loaded
-        once for all models that use it, see :func:`~mmaccel.method.model_options.load_once`.
-
-        Raises
-        ------
-        MmaccelError
-            If it is none of these, or cannot be read.
-        """
+        once for all models that use it, see :func:`~mmaccel.method.model_options.load_once`."""
         return load_once("text tower", name, (str(device),), lambda: _load(name, device))
 
 
@@ -93,11 +85,8 @@ def _transformers(name: str, device: torch.device | None) -> TextTower:
         )
     tokenizer = AutoTokenizer.from_pretrained(name)
     model: Any = CLIPModel.from_pretrained(name, dtype=torch.float32).eval().to(device)
-    text_model, project, context = (
-        model.text_model,
-        model.text_projection,
-        model.config.text_config.max_position_embeddings,
-    )
+    text_model, project = model.text_model, model.text_projection
+    context = model.config.text_config.max_position_embeddings
 
     def read(text: str) -> tuple[Any, Tensor]:
         ids = torch.tensor([tokenizer(text)["input_ids"]])
@@ -112,8 +101,8 @@ def _transformers(name: str, device: torch.device | None) -> TextTower:
         return embeds
 
     def words(text: str) -> Tensor:
-        found, there = read(text)
-        embeds: Tensor = project(found.last_hidden_state[there])
+        output, valid = read(text)
+        embeds: Tensor = project(output.last_hidden_state[valid])
         return embeds
 
     vision = model.vision_model

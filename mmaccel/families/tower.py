@@ -63,8 +63,8 @@ class Towers(ABC):
 
     def attention_of(self, layer: Any) -> nn.Module:
         """The self-attention of a tower layer."""
-        found: nn.Module = getattr(layer, self.attention_name)
-        return found
+        attention: nn.Module = getattr(layer, self.attention_name)
+        return attention
 
     @property
     @abstractmethod
@@ -102,11 +102,16 @@ class Towers(ABC):
         packed = self.frames(encoded)
         if packed is None:
             return self.units(encoded, patches)
-        found, first = [], 0
+        units, first = [], 0
         for height, width in (frame for picture in packed for frame in picture):
-            found.append(first + self.units(encoded, height * width, width))
+            units.append(first + self.units(encoded, height * width, width))
             first += height * width
-        return torch.cat(found)
+        return torch.cat(units)
+
+    def blocks_mean(self, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
+        """Mean over each of the :meth:`blocks` of a packed sequence, from ``values`` of its parts ``[1, patches, ...]``."""
+        flat = torch.cat([v[0] for v in values])
+        return flat[self.blocks(encoded, len(flat)).to(flat.device)].mean(1)
 
     def readers(self, tower: Any) -> list[nn.Module]:
         """Modules that read the tokens between layers, and need the full grid."""
@@ -141,10 +146,9 @@ class ModelTowers(Towers):
     @property
     def side(self) -> int:
         """Patches along one side of a tile."""
-        size, patch = self.vision.image_size, self.vision.patch_size
-        return int(size[0] if isinstance(size, (list, tuple)) else size) // int(
-            patch[0] if isinstance(patch, (list, tuple)) else patch
-        )
+        sizes = self.vision.image_size, self.vision.patch_size
+        side, patch = (int(size[0] if isinstance(size, (list, tuple)) else size) for size in sizes)
+        return side // patch
 
     @property
     def has_cls(self) -> bool:
@@ -231,5 +235,5 @@ class ModelTowers(Towers):
 
     def features(self, output: Any) -> list[Tensor]:
         """The features ``[..., D]`` in what ``get_image_features`` or ``get_video_features`` returned."""
-        made = output.pooler_output
-        return [made] if isinstance(made, Tensor) else list(made)
+        features = output.pooler_output
+        return [features] if isinstance(features, Tensor) else list(features)

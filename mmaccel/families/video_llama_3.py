@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from ..core.layout import Layout, Modality, Picture, Tile
@@ -29,43 +28,24 @@ class VideoLlama3(PackedGrids):
     stamped = True
     usual_std = (0.5, 0.5, 0.5)
     extra_inputs: ClassVar[tuple[str, ...]] = ("video_compression_mask",)
-    layers_path = "encoder.layers"
-    attention_name = "self_attn"
 
-    def joined(self, encoded: EncoderCall) -> int:
+    def merged(self, encoded: EncoderCall) -> int:
         """Patches along one side of the block of a token; processors give one number a call."""
         sizes: Any = next(value for name, value in encoded.arguments.items() if name.endswith("merge_sizes"))
         return int(sizes[0])
 
-    def units(self, encoded: EncoderCall, patches: int, width: int | None = None) -> Tensor:
-        return torch.arange(patches).view(-1, self.joined(encoded) ** 2)
-
-    def grids(self, modality: Modality, encoded: EncoderCall) -> list[tuple[int, int, int]]:
-        """(t, h, w) of every picture in tokens."""
-        side = self.joined(encoded)
-        return [(t, h // side, w // side) for t, h, w in self._given_grids(encoded)]
-
-    def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
-        flat = torch.cat([v[0] for v in values])
-        return flat.reshape(-1, self.joined(encoded) ** 2, *flat.shape[1:]).mean(1)
-
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """Clips with the tokens that are in the prompt."""
         whole = super().pictures(modality, encoded, ids)
-        there = encoded.arguments.get("video_compression_mask") if modality == "video" else None
-        if there is None:
+        mask = encoded.arguments.get("video_compression_mask") if modality == "video" else None
+        if mask is None:
             return whole
-        there = there.cpu()
-        return [[_some(tile, there[tile.source]) for tile in frames] for frames in whole]
+        mask = mask.cpu()
+        return [[Tile(t.grid, t.cells[mask[t.source]], t.source[mask[t.source]]) for t in clip] for clip in whole]
 
     def layout(self, ids: Tensor, valid: Tensor, encoded: Mapping[Modality, EncoderCall]) -> Layout:
         """The layout; tokens that are not in the prompt need no place there."""
-        seen = encoded.get("video")
-        if seen is not None and (there := seen.arguments.get("video_compression_mask")) is not None:
-            encoded = {**encoded, "video": replace(seen, tokens=int(there.sum()))}
+        clips = encoded.get("video")
+        if clips is not None and (mask := clips.arguments.get("video_compression_mask")) is not None:
+            encoded = {**encoded, "video": replace(clips, tokens=int(mask.sum()))}
         return super().layout(ids, valid, encoded)
-
-
-def _some(tile: Tile, there: Tensor) -> Tile:
-    """The tokens of a frame that ``there [n]`` bool selects."""
-    return Tile(tile.grid, tile.cells[there], tile.source[there])

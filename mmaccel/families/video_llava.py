@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
-from .base import Family, clip_frames
+from .base import Family, clip_frames, consecutive
 from .llava import with_cls
 from .tower import EncoderCall
 
@@ -21,20 +21,12 @@ class VideoLlava(Family):
     tower_names = {"image": "image_tower", "video": "video_tower"}
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
-        n = self.side
         if modality == "image":
-            return [[Tile.raster(1, n, n, i * n * n)] for i in range(encoded.tokens // (n * n))]
-        clips, frames = clip_frames(encoded)
+            return super().pictures(modality, encoded, ids)
+        n, (clips, frames) = self.side, clip_frames(encoded)
         pictures: list[Picture] = []
-        for i in range(clips):
-            parts = [with_cls(Tile.raster(1, n, n, (i * frames + f) * n * n, frame=f), 1) for f in range(frames)]
-            pictures.append(
-                [
-                    Tile(
-                        (frames, n, n),
-                        torch.cat([p.cells for p in parts]),
-                        torch.cat([p.source for p in parts]),
-                    )
-                ]
-            )
+        for tiles in consecutive([[(1, n, n)] * frames] * clips, clips=True):
+            parts = [with_cls(tile, 1) for tile in tiles]
+            cells, source = torch.cat([part.cells for part in parts]), torch.cat([part.source for part in parts])
+            pictures.append([Tile((frames, n, n), cells, source)])
         return pictures

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ def manifests() -> list[ModelManifest]:
 
 
 @contextmanager
-def _said_plainly() -> Iterator[None]:
+def _plain_errors() -> Iterator[None]:
     """Exit with one sentence and status 1 on a user error.
 
     lmms-eval catches every ``Exception``: while a model is made, to print a stack trace and exit with status 0; while it
@@ -89,29 +89,20 @@ class Accelerated:
     def __init__(self, *args: Any, recipe: str = "balanced", **arguments: Any) -> None:
         known = inspect.signature(super().__init__).parameters
         overrides = {name: arguments.pop(name) for name in list(arguments) if name not in known}
-        with _said_plainly():
+        with _plain_errors():
             chosen = get_recipe(recipe).override(**overrides)
             chosen.build()
         super().__init__(*args, **arguments)
         from ..accelerate import accelerate_vlm
 
         holder = "processor" if hasattr(self, "processor") else "_image_processor"
-        with _said_plainly():
+        with _plain_errors():
             processor = prepare(getattr(self, holder), chosen)
             accelerate_vlm(self.model, chosen, processor=processor)
         setattr(self, holder, processor)
         requests = ((self, name) for name in ("generate_until", "generate_until_multi_round", "loglikelihood"))
         for target, name in ((self.model, "generate"), *requests):
-            setattr(target, name, _plain(getattr(target, name)))
-
-
-def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def plain(*args: Any, **kwargs: Any) -> Any:
-        with _said_plainly():
-            return method(*args, **kwargs)
-
-    return plain
+            setattr(target, name, _plain_errors()(getattr(target, name)))
 
 
 @functools.cache

@@ -11,23 +11,17 @@ from typing import Any
 from PIL import Image
 from PIL.Image import Image as PILImage
 
-from ..errors import MmaccelError, UnsupportedError
+from ..errors import MmaccelError, UnsupportedError, first_line
 from ..video import Clip, decode, spaced
 from ..video.container import HEAD, KINDS, SUFFIXES, begins
-from .picture import first_line, load_picture
+from .picture import load_picture
 
 #: of added tokens, those that stand for pixels or around them
 _PIXELS = re.compile(r"[<\[].*(ima?ge?|video|vision|row_\d+_col_\d+)", re.IGNORECASE)
 
 
 def load_media(paths: list[Path], frames: int, fps: float) -> tuple[list[Any], Clip | None]:
-    """Load the pictures (PIL) and the clip among ``paths``.
-
-    Raises
-    ------
-    MmaccelError
-        If something is missing or broken, or there are several clips.
-    """
+    """Load the pictures (PIL) and the clip among ``paths``; refuses several clips."""
     clips = [p for p in paths if moves(p)]
     if len(clips) > 1:
         raise MmaccelError(f"One video at a time, please; {clips[0]} and {clips[1]} are two.")
@@ -128,13 +122,12 @@ def encode(processor: Any, prompts: Sequence[Prompt | Chat]) -> Any:
     """
     chats = [prompt.chat() if isinstance(prompt, Prompt) else prompt for prompt in prompts]
     check_words(processor, [words for chat in chats for words in chat.words()])
-    for chat in chats:
-        for clip in chat.clips:
-            if not isinstance(clip, Clip):
-                raise MmaccelError(
-                    f"clip= takes a mmaccel.media.files.Clip, not {type(clip).__name__}; pictures go to pictures=."
-                )
     clips = [clip for chat in chats for clip in chat.clips]
+    for clip in clips:
+        if not isinstance(clip, Clip):
+            raise MmaccelError(
+                f"clip= takes a mmaccel.media.files.Clip, not {type(clip).__name__}; pictures go to pictures=."
+            )
     if clips and getattr(processor, "video_processor", None) is None:
         raise UnsupportedError("This model takes no video; give it single frames as pictures.")
     texts = [_text(processor, chat) for chat in chats]
@@ -173,13 +166,7 @@ def encode(processor: Any, prompts: Sequence[Prompt | Chat]) -> Any:
 
 
 def check_words(processor: Any, texts: Sequence[Any]) -> None:
-    """Validate that ``texts`` are text without placeholders of pixels.
-
-    Raises
-    ------
-    MmaccelError
-        If they are not.
-    """
+    """Validate that ``texts`` are text without placeholders of pixels."""
     added = (token for token in processor.tokenizer.get_added_vocab() if _PIXELS.match(token))
     named = (getattr(processor, name, None) for name in ("image_token", "video_token"))
     pixels = sorted({token for token in (*added, *named) if token})
@@ -192,10 +179,10 @@ def check_words(processor: Any, texts: Sequence[Any]) -> None:
             raise MmaccelError(
                 f"{error.object[error.start]!a} in the question is half a character; write the text in UTF-8."
             ) from None
-        found = next((token for token in pixels if token in words), None)
-        if found is not None:
+        holder = next((token for token in pixels if token in words), None)
+        if holder is not None:
             raise MmaccelError(
-                f"The question holds {found!r}, which is a placeholder of pixels for this model; write it in another way."
+                f"The question holds {holder!r}, which is a placeholder of pixels for this model; write it in another way."
             )
 
 
@@ -226,13 +213,4 @@ def _text(processor: Any, chat: Chat) -> str:
     return " ".join([*turns, "ASSISTANT:"])
 
 
-__all__ = [
-    "Chat",
-    "Clip",
-    "Prompt",
-    "encode",
-    "is_media",
-    "load_media",
-    "moves",
-    "spaced",
-]
+__all__ = ["Chat", "Clip", "Prompt", "encode", "is_media", "load_media", "moves", "spaced"]

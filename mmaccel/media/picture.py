@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from PIL.Image import Image as PILImage
 from PIL.Image import Transpose
 
-from ..errors import MmaccelError
+from ..errors import MmaccelError, first_line
 
 #: the EXIF tag of the orientation, and what makes each of its values upright
 _ORIENTATION = 0x0112
@@ -140,13 +140,7 @@ def _plain(image: PILImage, name: str, limits: PictureLimits) -> PILImage:
 
 
 def check_size(size: tuple[int, int], name: str, limits: PictureLimits) -> None:
-    """Validate that a picture of ``size`` (width, height) is within its limits.
-
-    Raises
-    ------
-    MmaccelError
-        If it is not.
-    """
+    """Validate that a picture of ``size`` (width, height) is within its limits."""
     width, height = size
     shown = f"{name} has {width:,} x {height:,} pixels"
     if min(size) < 1:
@@ -208,12 +202,8 @@ def to_bytes(values: np.ndarray, name: str = "The picture") -> tuple[np.ndarray,
     """Pixels as uint8 of the same shape, and the number that was white: 1, 255 or 65,535.
 
     uint8 stays. uint16 are 16 bits; larger integers are taken as 8 bits, or as 16 where they are above 255; floating point
-    numbers from 0 to 1, or where they are above 1 from 0 to 255, and lose what is finer than 1 / 255.
-
-    Raises
-    ------
-    MmaccelError
-        If a value is NaN, infinite, below 0 or above its range.
+    numbers from 0 to 1, or where they are above 1 from 0 to 255, and lose what is finer than 1 / 255. Refuses values that are
+    NaN, infinite, below 0 or above their range.
     """
     floating = np.issubdtype(values.dtype, np.floating)
     if values.dtype == np.uint8:
@@ -236,22 +226,15 @@ def to_bytes(values: np.ndarray, name: str = "The picture") -> tuple[np.ndarray,
 
 
 def _from_array(array: np.ndarray, limits: PictureLimits) -> PILImage:
-    if (
-        array.ndim not in (2, 3)
-        or (array.ndim == 3 and array.shape[2] not in (1, 3, 4))
-        or array.dtype.kind not in "buif"
-    ):
+    if array.ndim not in (2, 3) or array.shape[2:] not in ((), (1,), (3,), (4,)) or array.dtype.kind not in "buif":
         raise MmaccelError(
             "A picture is an array [H, W] or [H, W, C] of numbers with 1, 3 or 4 channels, not "
             f"{array.dtype} {list(array.shape)}."
         )
     check_size((array.shape[1], array.shape[0]), "The picture", limits)
     pixels = to_bytes(array)[0]
-    return _decoded(
-        Image.fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels)),
-        "The picture",
-        limits,
-    )
+    pixels = np.ascontiguousarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels)
+    return _decoded(Image.fromarray(pixels), "The picture", limits)
 
 
 def _downloaded(url: str, name: str) -> BytesIO:
@@ -268,19 +251,11 @@ def _downloaded(url: str, name: str) -> BytesIO:
 def _unpacked(text: str, name: str) -> BytesIO:
     """Decode a data: address or base64 text, in either alphabet, with or without line breaks."""
     head, _, body = text.partition(",") if text.startswith("data:") else (";base64", "", text)
-    found = unquote_to_bytes(body)
+    data = unquote_to_bytes(body)
     if head.endswith(";base64"):
-        found = found.translate(bytes.maketrans(b"-_", b"+/"), b" \t\r\n").rstrip(b"=")
+        data = data.translate(bytes.maketrans(b"-_", b"+/"), b" \t\r\n").rstrip(b"=")
         try:
-            found = base64.b64decode(found + b"=" * (-len(found) % 4), validate=True)
+            data = base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
         except ValueError as error:
             raise MmaccelError(f"{name} is not valid base64; encode the bytes of the file, or give a path.") from error
-    return BytesIO(found)
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error message, or the name of the error."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-__all__ = ["LIMITS", "PictureLimits", "check_size", "first_line", "load_picture", "on_white", "to_bytes"]
+    return BytesIO(data)

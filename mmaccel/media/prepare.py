@@ -14,13 +14,13 @@ import torch
 from PIL.Image import Image as PILImage
 
 from ..core.transformers_api import remedy
-from ..errors import MmaccelError, UnsupportedError
+from ..errors import MmaccelError, UnsupportedError, first_line
 from ..method import FramesMethod
 from ..method.frames import check_frames
 from ..method.refused import described, refuse
 from ..recipe import Recipe, RecipeLike, get_recipe
 from ..video.decode import decode_sampled
-from .picture import first_line, load_picture, on_white, to_bytes
+from .picture import load_picture, on_white, to_bytes
 
 Stages = tuple[tuple[FramesMethod, float], ...]
 

@@ -30,13 +30,8 @@ LIMITS = PictureLimits(20_000, 40_000_000, 200, PICTURES)
 
 
 def picture(path: str | Path) -> PILImage:
-    """Load an untrusted picture as :func:`~mmaccel.media.picture.load_picture` does.
-
-    Raises
-    ------
-    MmaccelError
-        If it is of another format than :data:`PICTURES`, broken, or exceeds :data:`LIMITS` or :data:`SCANS`.
-    """
+    """Load an untrusted picture as :func:`~mmaccel.media.picture.load_picture` does, within :data:`PICTURES`, :data:`LIMITS`
+    and :data:`SCANS`."""
     weigh(path)
     # bytes have no name: a path is ours and nobody's business
     data = Path(path).read_bytes()
@@ -66,12 +61,7 @@ def clip(
 ) -> Clip:
     """Decode at most ``frames`` frames of a clip in a subprocess, within ``seconds`` and ``memory`` bytes.
 
-    ``path`` may be a folder of frames. ``begun`` is told of every process that decodes.
-
-    Raises
-    ------
-    MmaccelError
-        If it is of an unknown kind, or cannot be decoded.
+    ``path`` may be a folder of frames. ``begun`` is called with every process that decodes.
     """
     weigh(path)
     if not Path(path).is_dir():

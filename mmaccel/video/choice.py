@@ -30,10 +30,10 @@ def shown(timestamps: np.ndarray, fps: float, times: np.ndarray) -> np.ndarray:
     Where the rate is constant, times that the container has rounded do not matter.
     """
     if constant(timestamps, fps):
-        found = np.floor(times * fps + _FUZZ)
+        frames = np.floor(times * fps + _FUZZ)
     else:
-        found = timestamps.searchsorted(times + _FUZZ, "right") - 1
-    return np.clip(found, 0, len(timestamps) - 1).astype(np.int64)
+        frames = timestamps.searchsorted(times + _FUZZ, "right") - 1
+    return np.clip(frames, 0, len(timestamps) - 1).astype(np.int64)
 
 
 def uniform(timestamps: np.ndarray, fps: float, count: int, start: float, end: float) -> np.ndarray:
@@ -49,14 +49,10 @@ def at_rate(timestamps: np.ndarray, fps: float, wanted: float, start: float, end
 
 
 def around_keyframes(keyframes: np.ndarray, inside: np.ndarray, count: int) -> np.ndarray:
-    """Ascending indices of ``count`` frames, the ``keyframes [K]`` first.
+    """Ascending indices of ``count`` of the frames ``inside [N]``, which are consecutive, the ``keyframes [K]`` first.
 
     Encoders put keyframes where scenes change, and a keyframe is decoded without any other. Of too many, evenly spaced
     ones are taken; of too few, the widest gap gets a frame in its middle until there are enough.
-
-    Parameters
-    ----------
-    inside : ``[N]`` indices that may be chosen, consecutive.
     """
     keys = keyframes[np.isin(keyframes, inside)]
     if len(keys) >= count:

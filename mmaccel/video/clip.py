@@ -12,13 +12,7 @@ from ..errors import MmaccelError
 
 
 def as_frames(given: Any) -> np.ndarray:
-    """Convert to frames ``[T, H, W, 3]`` uint8, which may share the memory of ``given``.
-
-    Raises
-    ------
-    MmaccelError
-        If they are not such an array.
-    """
+    """Frames ``[T, H, W, 3]`` uint8, which may share the memory of ``given``; refuses what is no such array."""
     try:
         frames = np.asarray(given)
     except Exception:
@@ -35,13 +29,7 @@ def as_frames(given: Any) -> np.ndarray:
 
 
 def as_rate(fps: Any) -> float:
-    """Validate frames a second.
-
-    Raises
-    ------
-    MmaccelError
-        If it is not a finite number above 0.
-    """
+    """Validate frames a second: a finite number above 0."""
     known = isinstance(fps, (int, float, np.integer, np.floating)) and not isinstance(fps, bool)
     if not (known and math.isfinite(fps) and fps > 0):
         raise MmaccelError(f"Frames a second must be finite, with fps > 0, not {fps!r}.")

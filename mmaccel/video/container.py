@@ -43,13 +43,7 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.,-]+:")
 
 
 def named(path: str | os.PathLike[str]) -> str:
-    """The path as text, validated.
-
-    Raises
-    ------
-    MmaccelError
-        If it is none.
-    """
+    """The path as text; refuses everything else."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text or "\0" in text:
         raise MmaccelError(
@@ -59,13 +53,7 @@ def named(path: str | os.PathLike[str]) -> str:
 
 
 def local(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of a regular file or a folder.
-
-    Raises
-    ------
-    MmaccelError
-        If it is a network address or a protocol of FFmpeg, does not exist, or is neither file nor folder.
-    """
+    """The absolute path of a regular file or a folder; refuses network addresses, protocols of FFmpeg and special files."""
     text = named(path)
     try:
         mode = os.stat(text).st_mode
@@ -86,12 +74,8 @@ def local(path: str | os.PathLike[str]) -> Path:
 def container(path: Path) -> str:
     """Container of a file, one of :data:`KINDS`, by its first bytes; its name does not count.
 
-    Playlists, whatever they are called, are refused here: they could make a decoder open other files or addresses.
-
-    Raises
-    ------
-    MmaccelError
-        If it is empty, a playlist, a picture, or of no known kind, or shorter than it says itself.
+    Refuses empty files, pictures, unknown kinds, and files shorter than their own header says; and playlists, whatever they
+    are called: they could make a decoder open other files or addresses.
     """
     try:
         with path.open("rb") as file:

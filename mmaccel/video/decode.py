@@ -73,27 +73,23 @@ def decode(
 def decode_sampled(path: Path_, sample: Callable[..., Any] | None) -> tuple[np.ndarray, Any]:
     """Frames ``[T, H, W, 3]`` uint8 that a video processor of transformers samples, and their metadata.
 
-    Parameters
-    ----------
-    sample : as the processor hands it over, or None for all frames: gets ``metadata=`` and returns indices. They are taken
-        as times, which makes a difference with a variable frame rate only, and may repeat.
+    ``sample``, as the processor hands it over, gets ``metadata=`` and returns indices, which may repeat; None takes all frames.
+    Indices are taken as times, which makes a difference with a variable frame rate only.
     """
+    from transformers.video_utils import VideoMetadata
+
     wanted = np.zeros(0, dtype=np.int64)
 
     def choose(reader: Reader, path: Path, _: DecodeSpec) -> np.ndarray:
         nonlocal wanted
         times, fps = reader.timestamps, reader.fps
+        total, seconds = len(times), length(times, fps)
         if sample is None:
-            wanted = np.arange(len(times))
+            wanted = np.arange(total)
         else:
-            about = VideoMetadata(
-                total_num_frames=len(times), fps=fps, duration=length(times, fps), video_backend=reader.name
-            )
-            sampled = np.asarray(sample(metadata=about))
-            wanted = shown(times, fps, sampled / fps)
+            about = VideoMetadata(total_num_frames=total, fps=fps, duration=seconds, video_backend=reader.name)
+            wanted = shown(times, fps, np.asarray(sample(metadata=about)) / fps)
         return np.unique(wanted)
-
-    from transformers.video_utils import VideoMetadata
 
     clip = decode_in_process(path, DecodeSpec(), list(READERS), lambda name: None, choose)
     places = np.searchsorted(clip.indices, wanted)

@@ -77,13 +77,7 @@ def shortened(value: Any) -> str:
 
 
 def check_timeout(timeout: float) -> float:
-    """Validate a timeout in seconds and return it.
-
-    Raises
-    ------
-    MmaccelError
-        If it is not.
-    """
+    """Validate a timeout in seconds and return it."""
     if not _number(timeout) or not 0 < timeout <= _PATIENCE:
         raise MmaccelError(
             f"`timeout` must be more than 0 and at most {_PATIENCE:,.0f} seconds, got {shortened(timeout)}."

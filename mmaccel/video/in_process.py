@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import MmaccelError
+from ..errors import MmaccelError, first_line
 from .choice import around_keyframes, at_rate, length, shown, uniform
 from .clip import Clip
 from .container import container, local
@@ -70,7 +70,7 @@ def decode_in_process(
             ) from caught
         except Exception as caught:
             error = max(caught, error, key=_telling)
-            reason = _first_line(caught)
+            reason = _reason(caught)
             failed.append(reason.split("; ")[0] if isinstance(caught, MmaccelError) else f"{name} failed ({reason})")
             continue
         if failed:
@@ -86,7 +86,7 @@ def decode_in_process(
             f"Reading video files needs {spec.backend or 'PyAV, decord or torchcodec'}; run: pip install {needed}"
         )
     raise MmaccelError(
-        f"The video {str(path)!r} is not a readable video ({_first_line(error)}); convert it to mp4."
+        f"The video {str(path)!r} is not a readable video ({_reason(error)}); convert it to mp4."
     ) from error
 
 
@@ -101,10 +101,10 @@ def _telling(error: Exception | None) -> int:
     return 1 if isinstance(error, NotExactError) else 3 if isinstance(error, MmaccelError) else 2
 
 
-def _first_line(error: BaseException) -> str:
-    line = (str(error).strip().splitlines() or [""])[0]
+def _reason(error: BaseException) -> str:
+    line = first_line(error)
     # decord puts its clock and source file in front
-    return line.split(": ", 1)[-1][:200] if line.startswith("[") else line[:200] or type(error).__name__
+    return (line.split(": ", 1)[-1] if line.startswith("[") else line)[:200]
 
 
 def _read(

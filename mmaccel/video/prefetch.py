@@ -40,14 +40,8 @@ class Prefetcher:
 
     The frames that are being decoded, wait, or were handed over and not let go of take at most ``spec.memory`` bytes. They
     get room in the order of the videos: the one that is asked for next never waits for a later one, but, where there is no
-    room left, for :meth:`release`. So call that where :meth:`full` says so.
-
-    Parameters
-    ----------
-    paths : of the videos; taken from it as they are needed.
-    spec : what to decode of each.
-    workers : videos that are decoded at a time; as many more wait decoded.
-    isolated, timeout : as for :func:`mmaccel.video.decode`.
+    room left, for :meth:`release`. So call that where :meth:`full` says so. ``paths`` are taken as they are needed; for the
+    other arguments see :func:`decode_each`.
     """
 
     def __init__(self, paths: Iterable[Path_], spec: DecodeSpec, workers: int, isolated: bool, timeout: float) -> None:
@@ -191,13 +185,8 @@ def decode_each(
     MmaccelError
         If an option is not valid.
     """
-    clips = start_prefetch(
-        paths,
-        DecodeSpec(frames, fps, select, backend=backend, threads=threads, memory=memory),
-        workers,
-        isolated,
-        timeout,
-    )
+    spec = DecodeSpec(frames, fps, select, backend=backend, threads=threads, memory=memory)
+    clips = start_prefetch(paths, spec, workers, isolated, timeout)
 
     def each() -> Iterator[Clip | MmaccelError]:
         try:
@@ -220,6 +209,3 @@ def start_prefetch(
     if isinstance(paths, (str, os.PathLike)) or not isinstance(paths, Iterable):
         raise MmaccelError(f"`paths` must be a list of videos, got {str(paths)[:80]!r}; for one video give [path].")
     return Prefetcher(paths, spec, workers, isolated, check_timeout(timeout))
-
-
-__all__ = ["Prefetcher", "start_prefetch", "decode_each"]

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...core.layout import Modality, Picture, Tile
+from ...families.base import consecutive
 
 Arguments = Mapping[str, Any]
 
@@ -66,8 +68,6 @@ def _shares(rows: Tensor) -> list[int]:
 
 def joined(items: list[dict[str, Any]]) -> dict[str, Any]:
     """Arguments of several items, joined for one call."""
-    import torch
-
     out: dict[str, Any] = {}
     for name in items[0]:
         parts = [item[name] for item in items]
@@ -89,35 +89,27 @@ def _clip_tower(name: str) -> str:
 
 def _counted(family: Any, modality: Modality, arguments: Arguments) -> list[Picture]:
     """Split pictures of InternVL by their numbers of tiles, clips by their numbers of frames."""
-    side, offset, found = family.side // family.shuffle, 0, []
-    for count in arguments[f"{modality}_num_patches"].tolist():
-        frames = range(count) if modality == "video" else [0] * count
-        found.append([Tile.raster(1, side, side, offset + i * side**2, frame=f) for i, f in enumerate(frames)])
-        offset += count * side**2
-    return found
+    counts = arguments[f"{modality}_num_patches"].tolist()
+    return consecutive([[(1, family.cells, family.cells)] * count for count in counts], clips=modality == "video")
 
 
 def _pooled(family: Any, modality: Modality, arguments: Arguments) -> list[Picture] | None:
     """Split clips of LLaVA-OneVision, which may differ in length."""
     if modality == "image":
         return None
-    side, offset, found = family.pooled, 0, []
+    side, offset, pictures = family.pooled, 0, []
     for clip in arguments["pixel_values_videos"]:
-        found.append([Tile.raster(len(clip), side, side, offset, newline=True)])
+        pictures.append([Tile.raster(len(clip), side, side, offset, newline=True)])
         offset += len(clip) * side**2
-    return found
+    return pictures
 
 
 def _sized(family: Any, modality: Modality, arguments: Arguments) -> list[Picture] | None:
     """Split pictures of a LLaVA with Pixtral's tower by their pixels; they may have any size."""
     if family.name != "pixtral":
         return None
-    patch, offset, found = family.vision.patch_size, 0, []
-    for pixels in arguments["pixel_values"]:
-        height, width = pixels.shape[-2] // patch, pixels.shape[-1] // patch
-        found.append([Tile.raster(1, height, width, offset)])
-        offset += height * width
-    return found
+    patch, pixels = family.vision.patch_size, arguments["pixel_values"]
+    return consecutive([[(1, x.shape[-2] // patch, x.shape[-1] // patch)] for x in pixels])
 
 
 _GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
@@ -135,10 +127,5 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "LlavaNextForConditionalGeneration": Architecture({"image": "pixel_values"}, _NESTED, rename=_clip_tower),
     "LlavaOnevisionForConditionalGeneration": Architecture(_BOTH, _NESTED, rename=_clip_tower, pictures=_pooled),
-    "InternVLForConditionalGeneration": Architecture(
-        _BOTH,
-        "vision_tower.encoder.layer",
-        _TILES,
-        pictures=_counted,
-    ),
+    "InternVLForConditionalGeneration": Architecture(_BOTH, "vision_tower.encoder.layer", _TILES, pictures=_counted),
 }

@@ -58,21 +58,22 @@ def install() -> None:
         else:
             problem = f"mmaccel is tested with {versions()}, and this is vLLM {version()}"
     except Exception as error:
-        problem = f"mmaccel does not work in this vLLM {_version()} ({type(error).__name__}: {error})"
+        problem = _failure(error)
     try:
         guard(problem)
     except Exception as error:
-        problem = problem or f"mmaccel does not work in this vLLM {_version()} ({type(error).__name__}: {error})"
+        problem = problem or _failure(error)
     # the processes that vLLM starts would say it again
     if problem and multiprocessing.parent_process() is None:
         _log.warning("%s: recipes are not served, and vLLM runs as without mmaccel.", problem)
 
 
-def _version() -> str | None:
+def _failure(error: Exception) -> str:
     try:
-        return version()
+        known = version()
     except Exception:
-        return None
+        known = None
+    return f"mmaccel does not work in this vLLM {known} ({type(error).__name__}: {error})"
 
 
 def guard(problem: str | None = None) -> None:
@@ -107,13 +108,7 @@ def _verify(vllm_config: Any, problem: str | None) -> None:
 
 
 def check(vllm_config: Any) -> None:
-    """Refuse what is not supported, and let the language model take kept positions.
-
-    Raises
-    ------
-    MmaccelError
-        With one sentence that names what it is and what to do.
-    """
+    """Refuse what is not supported, and let the language model take kept positions."""
     from .models import forget_classes, plan_of
 
     forget_classes()
@@ -216,6 +211,3 @@ def _three_equal_axes(hf_config: Any) -> None:
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     half = int(width * rope.get("partial_rotary_factor", 1.0)) // 2
     text.rope_parameters = {**rope, "mrope_section": [half, 0, 0]}
-
-
-__all__ = ["TESTED", "check", "guard", "install", "tested", "version", "versions"]

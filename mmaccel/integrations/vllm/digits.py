@@ -18,13 +18,7 @@ CHANNELS = NUMBERS * DIGITS
 
 def written(positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Encode ``positions [NUMBERS, n]`` long as channels ``[n, CHANNELS]``, exact in any floating-point ``dtype`` of 16
-    bits or more.
-
-    Raises
-    ------
-    ValueError
-        If a position is negative or has more digits.
-    """
+    bits or more."""
     if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < BASE**DIGITS:
         raise ValueError(f"positions from 0 to {BASE**DIGITS - 1} can be written")
     scale = BASE ** torch.arange(DIGITS, device=positions.device)

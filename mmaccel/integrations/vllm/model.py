@@ -55,10 +55,11 @@ class Item:
         """From arguments with the field that the processor wrote."""
         rest = {name: value for name, value in arguments.items() if name not in (FIELD, APART)}
         numerator, denominator, before, kept = (int(n) for n in arguments[FIELD][0])
-        tokens, visual = arguments[APART][0] if APART in arguments else (None, None)
-        return Item(
-            rest, from_integers(numerator, denominator), before, kept, tokens, None if visual is None else visual.bool()
-        )
+        budget = from_integers(numerator, denominator)
+        if APART not in arguments:
+            return Item(rest, budget, before, kept)
+        tokens, visual = arguments[APART][0]
+        return Item(rest, budget, before, kept, tokens, visual.bool())
 
 
 class ReducedModel:
@@ -160,11 +161,11 @@ class ReducedModel:
         left = text.clone()
         left[item.visual] = stays.to(left.device)
         # layers of the language model add nothing to text
-        out = rows.new_zeros(int(left.sum()), rows.shape[1])
-        among = text[left].to(rows.device)
-        out[~among] = rows
-        out[among, : words.shape[1]] = words.to(out.dtype)
-        return out, left
+        joined_rows = rows.new_zeros(int(left.sum()), rows.shape[1])
+        is_text = text[left].to(rows.device)
+        joined_rows[~is_text] = rows
+        joined_rows[is_text, : words.shape[1]] = words.to(rows.dtype)
+        return joined_rows, left
 
     # --- positions --------------------------------------------------------------------------------------------
     def _positions(self, tokens: list[int], features: list[Any]) -> Tensor:
@@ -268,12 +269,10 @@ def _budget(feature: Any) -> Budget:
 def _place(tokens: list[int], feature: Any) -> Place:
     """Place of a picture in a reduced prompt."""
     at = feature.mm_position
+    visual = torch.ones(at.length, dtype=torch.bool) if at.is_embed is None else at.is_embed.bool()
     if APART in feature.data:
         whole = feature.data[APART].data[0].tolist()
-        return Place(
-            at.offset, torch.ones(at.length, dtype=torch.bool), whole, torch.ones(len(whole), dtype=torch.bool)
-        )
-    visual = torch.ones(at.length, dtype=torch.bool) if at.is_embed is None else at.is_embed.bool()
+        return Place(at.offset, torch.ones_like(visual), whole, torch.ones(len(whole), dtype=torch.bool))
     before = int(feature.data[FIELD].data[2])
     return Place.of_one_run(at.offset, tokens[at.offset : at.offset + at.length], visual, before)
 

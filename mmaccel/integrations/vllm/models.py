@@ -20,13 +20,7 @@ from .settings import override_of, settings_of
 
 
 def plan_of(model_config: Any, name: str) -> ServingPlan:
-    """The plan of a model whose overrides ask for a recipe; vLLM loads it as the architecture ``name``.
-
-    Raises
-    ------
-    MmaccelError
-        If the recipe is invalid, or cannot be served.
-    """
+    """The plan of a model whose overrides ask for a recipe; vLLM loads it as the architecture ``name``."""
     return ServingPlan(settings_of(override_of(model_config)), model_config.hf_config, ARCHITECTURES[name])
 
 
@@ -88,6 +82,3 @@ def _processor(make: Any, name: str, info: Any, dummy_inputs: Any) -> Any:
     plan = plan_of(info.ctx.model_config, name)
     reduced = types.new_class(kind.__name__, (ReducedProcessor, kind), exec_body=lambda space: space.update(plan=plan))
     return reduced(info, dummy_inputs)
-
-
-__all__ = ["forget_classes", "plan_of", "wrap_registry"]

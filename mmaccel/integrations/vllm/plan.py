@@ -49,9 +49,8 @@ _ELSEWHERE = {
 class Kept:
     """The number of kept tokens of a picture, known before it is encoded.
 
-    before : its visual tokens. total : how many stay.
-    segments : how many stay of each segment; None where only their sum is known.
-    notes : what the budget means for this picture, where that is not obvious.
+    before : its visual tokens. total : those that stay. segments : the same of each; None where only their sum is known.
+    notes : remarks on the budget of this picture.
     """
 
     before: int
@@ -61,19 +60,8 @@ class Kept:
 
 
 class ServingPlan:
-    """A recipe on a model that vLLM serves.
-
-    Parameters
-    ----------
-    settings : what to do.
-    config : the model's, as transformers has it.
-    architecture : which model of vLLM runs it.
-
-    Raises
-    ------
-    UnsupportedError
-        If the recipe has a method that cannot work here, or the family lacks what it needs.
-    """
+    """A recipe on a model that vLLM serves, whose ``config`` is that of transformers. Refuses recipes with a method that cannot
+    work here, or that needs something that the family lacks."""
 
     def __init__(self, settings: Settings, config: Any, architecture: Architecture) -> None:
         self.settings, self.architecture = settings, architecture
@@ -115,38 +103,23 @@ class ServingPlan:
         return self.reduces and self.settings.keeps_positions
 
     def of(self, budget: Budget) -> ModelPlan:
-        """The plan of a request with its own budget.
-
-        Raises
-        ------
-        MmaccelError
-            If the recipe cannot have it.
-        """
-        if budget is None or budget is False:
-            return plan_for_call(self.plan, budget)
-        return plan_for_call(self.plan, {"retain": budget})
+        """The plan of a request with its own budget."""
+        return plan_for_call(self.plan, budget if budget is None or budget is False else {"retain": budget})
 
     def pictures(self, modality: Modality, arguments: Mapping[str, Any], before: int) -> list[Picture]:
         """Pictures or clips of an encoder call with ``before`` tokens."""
-        found = self.architecture.pictures(self.family, modality, arguments)
-        if found is not None:
-            return found
-        return self.family.pictures(
-            modality, VisionOutput(dict(arguments), before), torch.empty(0, 0, dtype=torch.long)
-        )
+        pictures = self.architecture.pictures(self.family, modality, arguments)
+        if pictures is not None:
+            return pictures
+        ids = torch.empty(0, 0, dtype=torch.long)
+        return self.family.pictures(modality, VisionOutput(dict(arguments), before), ids)
 
     def placeholder(self, modality: Modality) -> int:
         """The placeholder of a picture or clip; families that show clips as pictures have one for both."""
         return int(self.family.token_id(modality if modality in self.family.modalities else "image") or 0)
 
     def count(self, modality: Modality, picture: Picture, budget: Budget) -> Kept:
-        """Number of kept tokens of a picture.
-
-        Raises
-        ------
-        MmaccelError
-            If the recipe cannot have this budget.
-        """
+        """Number of kept tokens of a picture."""
         prompt = _prompt(self.of(budget), modality, [picture])
         sizes = [len(tile) for tile in picture]
         total, each = sum(sizes), sizes
@@ -182,18 +155,13 @@ class ServingPlan:
         encoded: VisionOutput,
         taps: Taps,
     ) -> list[tuple[Tensor, Tensor]]:
-        """Reduce pictures that have one budget, in one ragged batch.
+        """Reduce pictures that have one budget, in one ragged batch; returns the rows of each picture that stay, and their mask
+        ``[n]`` bool.
 
-        Parameters
-        ----------
         rows : of each picture ``[n, D]``, or with features for layers of the language model behind the embedding,
             ``[n, (1 + levels) D]``; methods look at the embedding.
-        kept : how many are to stay.
-        encoded, taps : the call of the encoder that they come from, and what was seen of it.
-
-        Returns
-        -------
-        Of each picture the rows that stay and ``[n]`` bool, which they are.
+        kept : number of rows that stay of each.
+        encoded, taps : the call of the encoder that they come from, and its taps.
         """
         prompt = _prompt(self.of(budget), modality, pictures)
         reducer = TokenReducer(prompt, VisionState(taps, {modality: encoded}))
@@ -211,31 +179,26 @@ class ServingPlan:
 
 def _check(method: Any, recipe: str) -> None:
     """Refuse a method that cannot work here, in one sentence."""
+    early = "and vLLM encodes a picture before the prompt is read; use 'divprune', or serve it with transformers"
     if not isinstance(method, ProjectorMethod):
-        raise UnsupportedError(
-            f"Recipe {recipe!r} cannot be served by vLLM: {method.name} {_ELSEWHERE[method.site]}. Use a recipe of methods "
-            "between the vision tower and the language model, such as 'divprune', or serve it with transformers."
+        why = (
+            f"{_ELSEWHERE[method.site]}. Use a recipe of methods between the vision tower and the language model, such as "
+            "'divprune', or serve it with transformers"
         )
-    if isinstance(method, PreviewMethod):
-        raise UnsupportedError(
-            f"Recipe {recipe!r} cannot be served by vLLM: {method.name} has a pass of its own through the language model, and "
-            "vLLM encodes a picture before the prompt is read; use 'divprune', or serve it with transformers."
+    elif isinstance(method, PreviewMethod):
+        why = f"has a pass of its own through the language model, {early}"
+    elif isinstance(method, DraftMethod):
+        why = f"has a smaller model read the prompt first, {early}"
+    elif method.needs_question:
+        why = "reads the question, and vLLM encodes a picture once for all questions; use 'divprune'"
+    elif method.foreseen == "nothing":
+        why = (
+            "lets the content decide how many tokens stay, and vLLM must know that before a picture is encoded; use a method "
+            "that meets its budget, such as 'divprune' or 'visionzip'"
         )
-    if isinstance(method, DraftMethod):
-        raise UnsupportedError(
-            f"Recipe {recipe!r} cannot be served by vLLM: {method.name} has a smaller model read the prompt first, and vLLM "
-            "encodes a picture before the prompt is read; use 'divprune', or serve it with transformers."
-        )
-    if method.needs_question:
-        raise UnsupportedError(
-            f"Recipe {recipe!r} cannot be served by vLLM: {method.name} reads the question, and vLLM encodes a picture once "
-            "for all questions; use 'divprune'."
-        )
-    if method.foreseen == "nothing":
-        raise UnsupportedError(
-            f"Recipe {recipe!r} cannot be served by vLLM: {method.name} lets the content decide how many tokens stay, and vLLM "
-            "must know that before a picture is encoded; use a method that meets its budget, such as 'divprune' or 'visionzip'."
-        )
+    else:
+        return
+    raise UnsupportedError(f"Recipe {recipe!r} cannot be served by vLLM: {method.name} {why}.")
 
 
 def _prompt(plan: ModelPlan, modality: Modality, pictures: Sequence[Picture]) -> Prompt:
@@ -261,11 +224,11 @@ def _prompt(plan: ModelPlan, modality: Modality, pictures: Sequence[Picture]) ->
 
 def _shrunk(sizes: list[int], total: int) -> list[int]:
     """Any sizes that sum to ``total``, none larger than its own."""
-    out = []
+    shrunk = []
     for size in sizes:
-        out.append(min(size, total))
-        total -= out[-1]
-    return out
+        shrunk.append(min(size, total))
+        total -= shrunk[-1]
+    return shrunk
 
 
 def _brought_to(kept: Tensor, valid: Tensor, count: Tensor) -> Tensor:
@@ -278,6 +241,3 @@ def _brought_to(kept: Tensor, valid: Tensor, count: Tensor) -> Tensor:
         raise RuntimeError("a method kept more tokens than its budget")
     group = torch.where(valid & ~kept, 0, -1)
     return kept | (even_in_groups(group, missing[:, None]) & (missing > 0)[:, None])
-
-
-__all__ = ["Kept", "ServingPlan"]

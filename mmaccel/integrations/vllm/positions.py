@@ -50,24 +50,21 @@ class Place:
 
 def expanded(tokens: list[int], places: list[Place]) -> tuple[list[int], list[int]]:
     """The tokens of the unreduced prompt, and where each of ``places`` (in order) starts in it."""
-    out: list[int] = []
+    whole: list[int] = []
     starts, done = [], 0
     for place in places:
-        out += tokens[done : place.start]
-        starts.append(len(out))
-        out += place.tokens
+        whole += tokens[done : place.start]
+        starts.append(len(whole))
+        whole += place.tokens
         done = place.stop
-    return out + tokens[done:], starts
+    return whole + tokens[done:], starts
 
 
 def provisional(whole: Tensor, places: list[Place], starts: list[int], earlier: list[int]) -> Tensor:
-    """Positions ``[3, n + 1]`` of the reduced prompt and of the token behind it, with placeholders as said above.
+    """Positions ``[3, n + 1]`` of the reduced prompt and of the token behind it, with placeholders as the module says.
 
-    Parameters
-    ----------
-    whole : ``[3, N]`` long, those of the unreduced prompt.
-    places, starts : the pictures, and where they start there.
-    earlier : by how much what is behind each picture stands earlier than ``whole`` says.
+    whole : ``[3, N]`` long, those of the unreduced prompt, in which the pictures at ``places`` begin at ``starts``.
+    earlier : number of positions by which the tokens behind each picture stand before those of ``whole``.
     """
     parts, done, moved = [], 0, 0
     for place, start, less in zip(places, starts, earlier, strict=True):
@@ -88,8 +85,8 @@ def filled_in(positions: Tensor, visual: Tensor, start: int, offsets: Tensor) ->
     which say how far each stands behind the beginning of its picture, and how far what is behind that picture; with the
     position of what is behind the last."""
     at = visual[start:].nonzero()[: offsets.shape[1], 0] + start
-    there = positions[0, at]
-    base = torch.where(there < 0, -1 - there, there - offsets[0])
-    out = positions.clone()
-    out[:, at] = base + offsets[:3]
-    return out, int(base[-1] + offsets[3, -1])
+    given = positions[0, at]
+    base = torch.where(given < 0, -1 - given, given - offsets[0])
+    filled = positions.clone()
+    filled[:, at] = base + offsets[:3]
+    return filled, int(base[-1] + offsets[3, -1])

@@ -113,9 +113,8 @@ class ReducedProcessor:
             details = found if isinstance(found, PromptUpdateDetails) else PromptUpdateDetails.from_seq(found)
             item = out_mm_kwargs[update.modality][number]
             full = torch.tensor(details.full)
-            visual = (
-                torch.ones_like(full, dtype=torch.bool) if details.is_embed is None else details.is_embed(details.full)
-            )
+            every = torch.ones_like(full, dtype=torch.bool)
+            visual = every if details.is_embed is None else details.is_embed(details.full)
             before = int(visual.sum())
             total = self._total(update.modality, item, before, budget)
             data = torch.tensor([*asked, before, total])

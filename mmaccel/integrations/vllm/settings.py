@@ -70,8 +70,8 @@ def nested_override_of(model_config: Any) -> str | None:
     has no effect; None where they did not."""
     overrides = getattr(model_config, "hf_overrides", None)
     if isinstance(overrides, Mapping):
-        found = [name for name, part in overrides.items() if isinstance(part, Mapping) and "mmaccel" in part]
-        return found[0] if found else None
+        nested = (name for name, part in overrides.items() if isinstance(part, Mapping) and "mmaccel" in part)
+        return next(nested, None)
     if not callable(overrides) or not (names := nested_in(getattr(model_config, "hf_config", None))):
         return None
     try:
@@ -112,13 +112,7 @@ def override_of(model_config: Any) -> Any:
 
 
 def settings_of(given: Any) -> Settings:
-    """The settings that ``hf_overrides={"mmaccel": given}`` asks for.
-
-    Raises
-    ------
-    MmaccelError
-        If the recipe, an option or a budget is invalid.
-    """
+    """The settings in ``hf_overrides={"mmaccel": given}``, validated."""
     if not isinstance(given, Mapping) or "recipe" not in given:
         raise MmaccelError(
             'hf_overrides={"mmaccel": ...} needs an object with a recipe, such as {"recipe": "divprune", "retain": 0.25}.'
@@ -140,12 +134,8 @@ def request_of(processing: Mapping[str, Any]) -> Budget:
     """The budget in the ``mm_processor_kwargs`` of a request.
 
     ``{"mmaccel": {"retain": 0.1}}``, as :func:`mmaccel.accelerate_vlm` spells it for one call, and ``{"retain": 0.1}`` mean the
-    same; ``{"mmaccel": False}`` keeps all tokens; null or nothing is the budget of the server.
-
-    Raises
-    ------
-    MmaccelError
-        If it asks for anything else, or for two budgets.
+    same; ``{"mmaccel": False}`` keeps all tokens; null or nothing is the budget of the server. Anything else, or two budgets,
+    is refused.
     """
     nested, flat = processing.get("mmaccel"), processing.get("retain")
     if nested is not None and flat is not None:

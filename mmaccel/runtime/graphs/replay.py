@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...errors import first_line
 from ...kv.static_view import StaticView
 
 #: fewer steps than this are over before recording them has paid
@@ -27,13 +28,8 @@ def recordable(model: nn.Module) -> bool:
 
 
 def record(step: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Record ``step`` on ``device`` without running it; returns its replay, and the output that a replay overwrites.
-
-    Raises
-    ------
-    Exception
-        Whatever PyTorch, or a kernel, makes of what cannot be recorded, such as waiting for the device.
-    """
+    """Record ``step`` on ``device`` without running it; returns its replay, and the output that a replay overwrites. PyTorch or
+    a kernel raises an exception of any class where it cannot be recorded, for example because it waits for the device."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
         # not torch.cuda.graph(), which waits for the device and empties the allocator's cache
@@ -53,10 +49,6 @@ def record(step: Callable[[], Any], device: torch.device) -> tuple[Callable[[], 
     return graph.replay, output
 
 
-def _nothing() -> None:
-    """Nothing was recorded yet."""
-
-
 class ReplayedStep:
     """Decode steps on one pinned cache. The first is run as it is and then recorded; the second is run and replayed, and only
     if both agree those behind it are replayed.
@@ -67,7 +59,7 @@ class ReplayedStep:
     def __init__(self, pinned: StaticView, token: Tensor, run: Callable[[Tensor], Any]) -> None:
         self.pinned, self.token = pinned, token.clone()
         self._run = functools.partial(run, self.token)
-        self._replay: Callable[[], None] = _nothing
+        self._replay: Callable[[], None] | None = None
         self._output: Any = None
         self._checked = False
         self.obstacle = ""
@@ -80,32 +72,28 @@ class ReplayedStep:
     def __call__(self, token: Tensor) -> Any:
         """The output for ``token [B, 1]``. Its logits are overwritten by the next step."""
         self.token.copy_(token)
-        if self._checked:
+        if self._checked and self._replay is not None:
             self._replay()
             return self._output
         if self.pinned.serves < LEAST:
             return self._run()
-        if self._output is None:
-            output = self._run()
-            self._record()
-        else:
-            output = self._checked_run()
-        return output
-
-    def _record(self) -> None:
+        if self._output is not None:
+            return self._checked_run()
+        output = self._run()
         try:
             self._replay, self._output = record(self._run, self.token.device)
         except Exception as error:
-            why = str(error).strip() or type(error).__name__
-            self.obstacle = f"a step cannot be recorded ({why.splitlines()[0]})"
+            self.obstacle = f"a step cannot be recorded ({first_line(error)})"
+        return output
 
     def _checked_run(self) -> Any:
-        """Do the step as it is, and once more as it was recorded. What the host counts has changed since: a recording with such
-        a number in it does something else now."""
+        """Run the step as it is, and once more as it was recorded. Counts of the host have changed since then: a recording that
+        contains one of them gives another result now."""
         restore = self.pinned.remember()
         output = self._run()
         after = [x.clone() for x in self.pinned.counters()]
         restore()
+        assert self._replay is not None
         self._replay()
         wanted, got = output.logits.float(), self._output.logits.float()
         same = (wanted - got).abs().max() <= TOLERANCE * wanted.abs().max()
@@ -114,11 +102,8 @@ class ReplayedStep:
         self._checked = bool(same)
         if not self._checked:
             self.obstacle = "a recorded step did not repeat what the step itself had made"
-            self._replay, self._output = _nothing, None
+            self._replay = self._output = None
             # what the recording has stored is not to be trusted either
             restore()
             self._run()
         return output
-
-
-__all__ = ["LEAST", "ReplayedStep", "record", "recordable"]

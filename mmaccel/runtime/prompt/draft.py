@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from ...core.masks import true_last
 from ...core.precision import without_autocast
-from ...errors import MmaccelError, UnsupportedError
+from ...errors import MmaccelError, UnsupportedError, first_line
 from ...families import Family
 from ...families.draft import check_free
 from ...method import Drafted, DraftMethod, LayerAttention
@@ -21,17 +21,8 @@ from ..call.attention_patch import AttentionPatch
 from ..call.call import Call
 
 #: tensors that a call may be given which are not those of the prompt
-_OWN = (
-    "position_ids",
-    "cache_position",
-    "labels",
-    "logits_to_keep",
-    "inputs_embeds",
-    "attention_mask",
-)
-
-
-#: a draft reads one prompt at a time: it is plugged, and keeps the positions of the prompt that it read last
+_OWN = ("position_ids", "cache_position", "labels", "logits_to_keep", "inputs_embeds", "attention_mask")
+#: a draft reads one prompt at a time: its attention is patched, and it keeps the positions of the prompt that it read last
 _one = threading.Lock()
 
 
@@ -46,7 +37,7 @@ class Watched:
         self.steps: list[Tensor] = []
         last = true_last(valid)[:, -method.rows :]
         # left to right, also where padding is between them
-        self._rows, self._there = last, valid.gather(1, last)
+        self._rows, self._real = last, valid.gather(1, last)
 
     def begin(self) -> None:
         """A step begins."""
@@ -66,10 +57,10 @@ class Watched:
         if behind:
             visible = known[:, None, None]
         else:
-            rows, there = self._rows.to(query.device), self._there.to(query.device)
+            rows, real = self._rows.to(query.device), self._real.to(query.device)
             query = query.gather(2, rows[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
             causal = torch.arange(prompt, device=query.device) <= rows[..., None]
-            visible = (causal & valid[:, None] & there[..., None])[:, None]
+            visible = (causal & valid[:, None] & real[..., None])[:, None]
         attention = LayerAttention(query, key, visible, scaling, torch.zeros_like(valid))
         with without_autocast(query.device):
             seen = self.method.see(attention, prompt)
@@ -79,31 +70,26 @@ class Watched:
 
 
 def read(call: Call[Any], method: DraftMethod, draft: Family, batch: int, length: int) -> Tensor:
-    """``[B, S]`` float32: what the draft attends to in the last ``S = length`` tokens of the prompt that the call was given;
-    ``B = batch`` may be a multiple of the prompts, of which each is then followed several times.
-
-    Raises
-    ------
-    UnsupportedError
-        If the draft makes another number of tokens of the pictures, or is accelerated or trained by now.
-    """
-    told, order = _shown(call, draft, length)
-    watched = Watched(method, told["attention_mask"].bool(), method.begin(draft.depth))
+    """``[B, S]`` float32: attention of the draft to the last ``S = length`` tokens of the prompt that the call was given;
+    ``B = batch`` may be a multiple of the prompts, of which each is then followed several times. Refuses a draft that makes
+    another number of tokens of the pictures, or is accelerated or trained by now."""
+    inputs, order = _inputs(call, draft, length)
+    watched = Watched(method, inputs["attention_mask"].bool(), method.begin(draft.depth))
     with _one:
         patch = AttentionPatch(draft.text, TEXT)
         hook = draft.model.register_forward_pre_hook(lambda *_: watched.begin())
         call.observer = watched
         try:
-            written = _written(method, draft, told)
+            written = _written(method, draft, inputs)
         finally:
             call.observer = None
             hook.remove()
             patch.off()
-    # what was written before a step: the last token is seen by none
-    goes_on = _goes_on(draft, written[:, : len(watched.steps) - 1])
-    with without_autocast(goes_on.device):
+    # of the text before each step: the last token is seen by none
+    unended = _unended(draft, written[:, : len(watched.steps) - 1])
+    with without_autocast(unended.device):
         steps = torch.stack(watched.steps, 1)
-        seen = method.finalize(steps, pad(goes_on, (1, 0), value=True))
+        seen = method.finalize(steps, pad(unended, (1, 0), value=True))
     check_tensor(method, "finalize()", seen, "float", (len(steps), steps.shape[2]), steps)
     seen = torch.zeros_like(seen).scatter(1, order, seen)
     return seen.repeat_interleave(batch // len(seen), 0)
@@ -115,43 +101,43 @@ def write(
     """Text that the draft writes behind the last ``length`` tokens of the call's prompt, ``[B, n]`` long with ``n``
     at most the method's ``lookahead``, and which of it comes before the end of the answer, ``[B, n]`` bool; both on ``device``.
     For ``batch`` and what is raised see :func:`read`."""
-    told, _ = _shown(call, draft, length)
+    inputs, _ = _inputs(call, draft, length)
     with _one:
-        written = _written(method, draft, told)
-    there = _goes_on(draft, written)
-    return tuple(x.to(device).repeat_interleave(batch // len(x), 0) for x in (written, there))  # type: ignore[return-value]
+        written = _written(method, draft, inputs)
+    unended = _unended(draft, written)
+    return tuple(x.to(device).repeat_interleave(batch // len(x), 0) for x in (written, unended))  # type: ignore[return-value]
 
 
-def _shown(call: Call[Any], draft: Family, length: int) -> tuple[dict[str, Tensor], Tensor]:
-    """What the draft is shown of the call, on its device, padding in front; and the place that each of its tokens has among
+def _inputs(call: Call[Any], draft: Family, length: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Inputs of the draft from those of the call, on its device, padding in front; and the place of each of its tokens among
     those of the call, ``[b, S]`` long."""
     check_free(draft)
     given, device = call.inputs.given, next(draft.inner.parameters()).device
     ids, mask = given["input_ids"][:, -length:], given.get("attention_mask")
     valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[:, -length:].bool()
-    told = {name: x for name, x in given.items() if isinstance(x, Tensor) and name not in _OWN}
+    inputs = {name: x for name, x in given.items() if isinstance(x, Tensor) and name not in _OWN}
     # who writes behind a prompt needs its padding in front
     order = true_last(valid)
-    told |= {"input_ids": ids, "attention_mask": valid.long()}
+    inputs |= {"input_ids": ids, "attention_mask": valid.long()}
     by_token = given["input_ids"].shape, ids.shape
-    told = {name: x[:, -length:].gather(1, order) if x.shape in by_token else x for name, x in told.items()}
-    return {name: x.to(device) for name, x in told.items()}, order.to(device)
+    inputs = {name: x[:, -length:].gather(1, order) if x.shape in by_token else x for name, x in inputs.items()}
+    return {name: x.to(device) for name, x in inputs.items()}, order.to(device)
 
 
-def _written(method: Drafted, draft: Family, told: dict[str, Tensor]) -> Tensor:
+def _written(method: Drafted, draft: Family, inputs: dict[str, Tensor]) -> Tensor:
     """The tokens that the draft writes, ``[b, n]`` long."""
     try:
-        written: Tensor = draft.model.generate(**told, max_new_tokens=method.lookahead, do_sample=False, num_beams=1)
+        written: Tensor = draft.model.generate(**inputs, max_new_tokens=method.lookahead, do_sample=False, num_beams=1)
     except MmaccelError:
         raise
     except ValueError as error:
         raise UnsupportedError(
-            f"{method.name}: the draft cannot read this prompt ({str(error).splitlines()[0]}); name one of the same series."
+            f"{method.name}: the draft cannot read this prompt ({first_line(error)}); name one of the same series."
         ) from error
-    return written[:, told["input_ids"].shape[1] :]
+    return written[:, inputs["input_ids"].shape[1] :]
 
 
-def _goes_on(draft: Family, written: Tensor) -> Tensor:
+def _unended(draft: Family, written: Tensor) -> Tensor:
     """``[b, n]`` bool: the tokens of ``written [b, n]`` that come before the end of the answer."""
     ends = draft.model.generation_config.eos_token_id
     ends = torch.tensor(ends if isinstance(ends, list) else [-1 if ends is None else ends], device=written.device)

@@ -54,13 +54,10 @@ class Reader(ABC):
 
 
 def upright(picture: np.ndarray, matrix: np.ndarray, turned: int = 0) -> np.ndarray:
-    """Rotate and mirror a frame as a player shows it.
+    """Rotate and mirror a frame ``picture [H, W, 3]`` as a player shows it.
 
-    Parameters
-    ----------
-    picture : ``[H, W, 3]``.
-    matrix : ``[2, 2]``; ``(x, y) @ matrix`` is where column x and row y of the stored frame go on the screen, but for a
-        shift. Of angles that are no quarter turns the nearest is taken, and sizes do not count.
+    matrix : ``[2, 2]``; ``(x, y) @ matrix`` is the place on the screen of column x and row y of the stored frame, but for a
+        shift. Of angles that are no quarter turns the nearest is taken, and scale is ignored.
     turned : quarter turns, counterclockwise, that the decoder has made already.
     """
     picture = np.rot90(picture, -turned)

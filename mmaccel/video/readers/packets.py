@@ -20,13 +20,7 @@ LIMITS = PictureLimits(16_384, 1 << 27, 200)
 
 @contextmanager
 def opened(path: Path, kind: str) -> Iterator[tuple[Any, Any]]:
-    """Open PyAV's container and video stream, for one decoding thread.
-
-    Raises
-    ------
-    MmaccelError
-        If there is no video stream, or its frames exceed :data:`LIMITS`.
-    """
+    """Open PyAV's container and video stream, for one decoding thread; refuses frames that exceed :data:`LIMITS`."""
     import av
 
     # naming the format leaves nothing to a guess; the whitelist leaves nothing but files
@@ -87,13 +81,7 @@ class Packets:
 
     @staticmethod
     def read(path: Path, kind: str) -> Packets:
-        """Read the packets of a file once.
-
-        Raises
-        ------
-        MmaccelError
-            If it holds no frames or breaks off.
-        """
+        """Read the packets of a file once; refuses files without frames and files that break off."""
         import av
 
         with opened(path, kind) as (container, stream):
