@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -62,15 +62,8 @@ PER_CALL = ("retain", "positions", "variant", "text_retain", "proportional")
 
 # --- plans ------------------------------------------------------------------------------------------------------------
 def plan_encoder(recipe: Recipe, towers: Towers, kernels: Kernels) -> EncoderPlan:
-    """The plan of an image encoder that stands alone.
-
-    Raises
-    ------
-    MmaccelError
-        If the recipe is anything but one method inside the encoder.
-    UnsupportedError
-        If the tower lacks what the method needs.
-    """
+    """The plan of an image encoder without a language model; raises :class:`MmaccelError` if the recipe is anything but one
+    method inside the encoder, or the tower lacks what it needs."""
     built = recipe.build()
     method = built[0][1] if len(built) == 1 else None
     if not isinstance(method, EncoderMethod):
@@ -83,16 +76,8 @@ def plan_encoder(recipe: Recipe, towers: Towers, kernels: Kernels) -> EncoderPla
 
 
 def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels) -> ModelPlan:
-    """The plan of a model.
-
-    Raises
-    ------
-    UnsupportedError
-        If the family lacks what a method needs, layers are out of reach, or pixels are to be reduced that no prepared
-        ``processor`` reduces.
-    MmaccelError
-        If a value is invalid.
-    """
+    """The plan of a model; raises :class:`MmaccelError` if a value is invalid, the family lacks what a method needs, a layer is
+    out of reach, or pixels are to be reduced that no prepared ``processor`` reduces."""
     notes: list[str] = []
     stages = tuple(
         PlannedStage(number, _fit(stage, method, family, notes), stage.retain)
@@ -139,7 +124,7 @@ def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels)
 
 def _stages_by_kind(stages: tuple[PlannedStage[Any], ...]) -> dict[str, Any]:
     """The fields of a plan that have one stage, or all, of a kind of method."""
-    only = {
+    single = {
         "encoder": EncoderMethod,
         "patches": PatchMethod,
         "reuse": ReuseMethod,
@@ -148,8 +133,8 @@ def _stages_by_kind(stages: tuple[PlannedStage[Any], ...]) -> dict[str, Any]:
         "reading": ReadingPolicy,
         "draft_policy": DraftPolicy,
     }
-    found: dict[str, Any] = {name: next(iter(_of(kind, stages)), None) for name, kind in only.items()}
-    return found | {"projector": _of(ProjectorMethod, stages)}
+    by_kind: dict[str, Any] = {name: next(iter(_of(kind, stages)), None) for name, kind in single.items()}
+    return by_kind | {"projector": _of(ProjectorMethod, stages)}
 
 
 def _of(kind: type | tuple[type, ...], stages: tuple[PlannedStage[Any], ...]) -> tuple[PlannedStage[Any], ...]:
@@ -159,10 +144,11 @@ def _of(kind: type | tuple[type, ...], stages: tuple[PlannedStage[Any], ...]) ->
 
 def _fit(stage: Stage, method: Method, family: Family, notes: list[str]) -> Method:
     """The method with what depends on the model filled in; a default layer that is out of reach is moved."""
-    fitted = method.fit(family).by("official" if method.official else "exact")
+    variant: Literal["official", "exact"] = "official" if method.official else "exact"
+    fitted = method.fit(family).by(variant)
     if not isinstance(fitted, LayerMethod) or "layer" in stage.options:
         return fitted
-    near = fitted.within(family).by("official" if method.official else "exact")
+    near = fitted.within(family).by(variant)
     if near is not fitted:
         notes.append(
             f"{method.name} works at layer {near.layer}: layer {fitted.layer}, its default, is out of reach in this model"
@@ -173,16 +159,16 @@ def _fit(stage: Stage, method: Method, family: Family, notes: list[str]) -> Meth
 def _stage_at_layer(
     recipe: Recipe, stages: tuple[PlannedStage[LayerMethod], ...], family: Family, notes: list[str]
 ) -> dict[int, PlannedStage[LayerMethod]]:
-    """Which stage works at which layer. Shares of the depth may fall together in a shallow model: of stages of one method the
+    """The stage that works at each layer. Shares of the depth may fall together in a shallow model: of stages of one method the
     last counts, which keeps least."""
-    found: dict[int, PlannedStage[LayerMethod]] = {}
+    by_layer: dict[int, PlannedStage[LayerMethod]] = {}
     for stage, layer in ((one, layer) for one in stages for layer in one.method.layers()):
-        if found and layer < max(found):
+        if by_layer and layer < max(by_layer):
             raise MmaccelError(
                 f"Recipe {recipe.name!r}: in this model of {family.depth} layers {stage.method.name!r} comes to work at layer "
-                f"{layer}, below the stage before it at layer {max(found)}; give rising layers."
+                f"{layer}, below the stage before it at layer {max(by_layer)}; give rising layers."
             )
-        if before := found.get(layer):
+        if before := by_layer.get(layer):
             if before.method.name != stage.method.name:
                 raise MmaccelError(
                     f"Recipe {recipe.name!r}: in this model of {family.depth} layers {before.method.name!r} and "
@@ -192,8 +178,8 @@ def _stage_at_layer(
                 f"stages {before.number} and {stage.number} ({stage.method.name}) both fall on layer {layer} of "
                 f"{family.depth}: only stage {stage.number} works"
             )
-        found[layer] = stage
-    for layer, stage in found.items():
+        by_layer[layer] = stage
+    for layer, stage in by_layer.items():
         reach = stage.method.reach(family)
         if layer not in reach:
             if not reach:
@@ -208,7 +194,7 @@ def _stage_at_layer(
                 f"layer={layer} is out of reach: in this {family.name} model tokens can be dropped before layers "
                 f"{where}{why}; give layer={min(reach, key=lambda one: abs(one - layer))}."
             )
-    return found
+    return by_layer
 
 
 def _text_tower(method: TokenMethod, name: str, family: Family, processor: Any) -> TextTower:
@@ -226,13 +212,7 @@ def _text_tower(method: TokenMethod, name: str, family: Family, processor: Any) 
 
 def plan_for_call(plan: ModelPlan, asked: bool | Mapping[str, Any] | None) -> ModelPlan:
     """The plan of one call: ``plan`` (None, True), one in which nothing happens (False), or one with other values of
-    :data:`PER_CALL`.
-
-    Raises
-    ------
-    MmaccelError
-        If a value cannot change for one call, or is invalid.
-    """
+    :data:`PER_CALL`; raises :class:`MmaccelError` if a value cannot change for one call, or is invalid."""
     if asked is None or asked is True:
         return plan
     if asked is False:
@@ -287,13 +267,7 @@ def _in_variant(plan: ModelPlan, recipe: Recipe) -> tuple[PlannedStage[Any], ...
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 def make_runs(call: Call[ModelPlan], forward: Forward) -> Iterator[Run]:
-    """The work of a plan in one forward of the text model, in the order in which it is done.
-
-    Raises
-    ------
-    UnsupportedError
-        If a row of a prompt needs tokens of an earlier one back, which come back only behind a prompt.
-    """
+    """The work of a plan in one forward of the text model, in the order in which it is done."""
     if isinstance(forward, Prompt):
         yield from _runs_of_prompt(call, forward)
     elif isinstance(forward, Continuation):
@@ -356,27 +330,25 @@ def _policy(call: Call[ModelPlan], forward: Forward, state: CacheState) -> Cache
 
 
 def _looks_first(plan: ModelPlan) -> dict[int, LookFirst]:
-    """By number of a stage, what its method sees of a model that reads the prompt before it works."""
-    found: dict[int, LookFirst] = {}
+    """By number of a stage, a function that makes the figures of a model that reads the prompt before its method works."""
+    looks: dict[int, LookFirst] = {}
     for stage in plan.projector:
         if isinstance(stage.method, PreviewMethod):
-            found[stage.number] = _first_pass(stage.method)
+            looks[stage.number] = partial(_first_pass, stage.method)
         elif isinstance(stage.method, DraftMethod):
-            found[stage.number] = _draft_reads(stage.method, plan.drafts[stage.number])
-    return found
+            looks[stage.number] = partial(_draft_reads, stage.method, plan.drafts[stage.number])
+    return looks
 
 
-def _first_pass(method: PreviewMethod) -> LookFirst:
-    def look(call: Call[ModelPlan], prompt: Prompt, text: TextInputs) -> Mapping[str, torch.Tensor]:
-        positions = positions_everywhere(prompt, text.arguments.get("position_ids"), text.embeds.device)
-        return lookahead.first_pass(call, prompt, method, text.embeds, text.planes, positions)
+def _first_pass(
+    method: PreviewMethod, call: Call[ModelPlan], prompt: Prompt, text: TextInputs
+) -> Mapping[str, torch.Tensor]:
+    positions = positions_everywhere(prompt, text.arguments.get("position_ids"), text.embeds.device)
+    return lookahead.first_pass(call, prompt, method, text.embeds, text.planes, positions)
 
-    return look
 
-
-def _draft_reads(method: DraftMethod, model: Family) -> LookFirst:
-    def look(call: Call[ModelPlan], prompt: Prompt, text: TextInputs) -> Mapping[str, torch.Tensor]:
-        seen = draft.read(call, method, model, len(text.embeds), prompt.length)
-        return {"draft_match": seen.to(text.embeds.device)}
-
-    return look
+def _draft_reads(
+    method: DraftMethod, model: Family, call: Call[ModelPlan], prompt: Prompt, text: TextInputs
+) -> Mapping[str, torch.Tensor]:
+    seen = draft.read(call, method, model, len(text.embeds), prompt.length)
+    return {"draft_match": seen.to(text.embeds.device)}

@@ -22,11 +22,11 @@ KNOWN = ("uniform", "pyramid", "kvpress")
 
 @dataclass(frozen=True)
 class Waiting:
-    """A layer whose attention has run, and of which it is not settled yet what stays.
+    """A layer whose attention has run, and whose keys that stay are not chosen yet.
 
     queries : ``[B, Hq, W, D]``, the last ones of the prompt. scaling, received, expected : see
         :class:`~mmaccel.method.KeyBatch`; ``received`` is of the keys of the prompt.
-    seen : ``[B]``, what its budget is in proportion to, where attention settles that.
+    seen : ``[B]``, the figure of its attention that its budget is proportional to, for budgets by attention.
     """
 
     layer: QuantisedLayer
@@ -53,10 +53,10 @@ def prompt_budget(stage: CacheRules, layout: Layout, notes: list[str]) -> list[i
         key = (segment.row, segment.picture)
         sizes[key] = sizes.get(key, 0) + len(segment.places)
     notes += kept_whole(stage.policy.name, stage.retain, list(sizes.values()))
-    out = [0] * len(layout.valid)
+    kept = [0] * len(layout.valid)
     for (row, _), size in sizes.items():
-        out[row] += resolve(stage.retain, size)
-    return out
+        kept[row] += resolve(stage.retain, size)
+    return kept
 
 
 def known(stage: CacheRules, layout: Layout, budget: list[int]) -> list[list[int]]:
@@ -65,19 +65,17 @@ def known(stage: CacheRules, layout: Layout, budget: list[int]) -> list[list[int
     how, beta = policy.choice("layer_budget")
     if how == "uniform" or beta is None:
         return [budget] * layers
-    there = (layout.valid if policy.joint else layout.visual).sum(1).tolist()
-    if how == "kvpress":
-        rows = [budgets.pyramid_kvpress(c, policy.window, n, layers, beta) for c, n in zip(budget, there, strict=True)]
-    elif policy.official and policy.steps_to_last:
-        rows = [
-            [min(k, n) for k in budgets.pyramid_windowkv(c, layers, beta)] for c, n in zip(budget, there, strict=True)
-        ]
-    elif policy.official:
-        # the program counts the window, which stays where all keys compete
-        own = policy.window if policy.joint else 0
-        rows = [budgets.pyramid_official(c, own, n, layers, beta) for c, n in zip(budget, there, strict=True)]
-    else:
-        rows = [budgets.pyramid(c, [n] * layers, beta) for c, n in zip(budget, there, strict=True)]
+    rows = []
+    for count, n in zip(budget, (layout.valid if policy.joint else layout.visual).sum(1).tolist(), strict=True):
+        if how == "kvpress":
+            rows.append(budgets.pyramid_kvpress(count, policy.window, n, layers, beta))
+        elif policy.official and policy.steps_to_last:
+            rows.append([min(k, n) for k in budgets.pyramid_windowkv(count, layers, beta)])
+        elif policy.official:
+            # the program counts the window, which stays where all keys compete
+            rows.append(budgets.pyramid_official(count, policy.window if policy.joint else 0, n, layers, beta))
+        else:
+            rows.append(budgets.pyramid(count, [n] * layers, beta))
     return [list(column) for column in zip(*rows, strict=True)]
 
 
@@ -86,8 +84,6 @@ def by_content(
 ) -> list[list[int]]:
     """Per layer and row: how many of the competing keys stay, for the other values of ``layer_budget``.
 
-    Parameters
-    ----------
     waiting, scores : all layers, and the scores ``[B, Hkv, K]`` of each, infinite where a key is protected. raw : not so.
     """
     policy = stage.policy
@@ -99,28 +95,26 @@ def by_content(
         sizes = [one.tokens.rivals[row] for one in waiting]
         if how in ("sparsity", "entropy") and policy.official:
             rows.append(budgets.clipped_official(count, sizes, torch.tensor(shares[row]), policy.newest))
-            continue
-        if how in ("sparsity", "entropy"):
+        elif how in ("sparsity", "entropy"):
             rows.append(budgets.by_shares(count, sizes, shares[row], uniform or 0.0))
-            continue
-        if how == "prefix" and policy.official:
-            found = [x[..., at].mean(1).to(home) for x, at in _alike(raw, waiting, row)]
+        elif how == "prefix" and policy.official:
+            means = [x[..., at].mean(1).to(home) for x, at in _same_tokens(raw, waiting, row)]
             sure = scores[0][row, 0] == torch.inf
             kept = count / max(1, sizes[0]) if stage.retain is None or isinstance(stage.retain, int) else stage.retain
             target = int(sum(sizes) * (1 - kept))
-            rows.append(budgets.prefix_official([one for x in found for one in x], target, int(sure.sum())))
-            continue
-        mine = [_proportions(x[..., at]) for x, at in _alike(scores, waiting, row)]
-        if how == "prefix":
-            rows.append(budgets.prefix([x.mean(1).to(home) for x in mine], count))
-            continue
-        spread = [x.var(2, unbiased=False) if x.shape[2] else x.new_zeros(x.shape[:2]) for x in mine]
-        ratios = budgets.variance_ratios(x.to(home).double() for x in spread)
-        rows.append(budgets.by_shares(count, sizes, ratios.tolist()))
+            rows.append(budgets.prefix_official([one for x in means for one in x], target, int(sure.sum())))
+        else:
+            mine = [_proportions(x[..., at]) for x, at in _same_tokens(scores, waiting, row)]
+            if how == "prefix":
+                rows.append(budgets.prefix([x.mean(1).to(home) for x in mine], count))
+                continue
+            spread = [x.var(2, unbiased=False) if x.shape[2] else x.new_zeros(x.shape[:2]) for x in mine]
+            ratios = budgets.variance_ratios(x.to(home).double() for x in spread)
+            rows.append(budgets.by_shares(count, sizes, ratios.tolist()))
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-def _alike(scores: list[Tensor], waiting: list[Waiting], row: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _same_tokens(scores: list[Tensor], waiting: list[Waiting], row: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Of a row the scores ``[n, Hkv, K]`` of layers that follow each other and have the same tokens and as many heads, and the
     slots of those that compete."""
     for _, same in groupby(zip(scores, waiting, strict=True), lambda one: (id(one[1].tokens), one[0].shape[1])):

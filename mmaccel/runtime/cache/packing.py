@@ -51,7 +51,7 @@ class PackKeys(Run):
         self.query_energy: dict[int, Tensor] = {}
         self.waiting: list[QuantisedLayer] = []
         #: indices that packing replaced, so that layers go on sharing one
-        self._made: dict[int, tuple[KeyIndex, KeyIndex]] = {}
+        self._replaced: dict[int, tuple[KeyIndex, KeyIndex]] = {}
         #: layers that were packed, or wait for the end of the forward
         self._done: set[int] = set()
         self._counted: dict[tuple[int, int], Tensor] = {}
@@ -67,16 +67,16 @@ class PackKeys(Run):
         for group in self.groups:
             if group.of == "salient":
                 of = (mask.to(embeds.device, non_blocking=True) for mask in (kept & visual, kept & ~visual))
-                found = group.source.salient(embeds, *of)
-                self.salient = check_tensor(group.source, "salient()", found, "bool", embeds.shape[:2], embeds).cpu()
+                salient = group.source.salient(embeds, *of)
+                self.salient = check_tensor(group.source, "salient()", salient, "bool", embeds.shape[:2], embeds).cpu()
 
     def after_attention(self, layer: LayerAttended) -> None:
         """Pack the layers from which nothing is evicted any more."""
         number, query = layer.number, layer.query
         if self.window and self.looks:
             places = self.forward.phase(number).places.to(query.device, non_blocking=True)
-            there = places[:, -self.window :] >= 0
-            self.query_energy[number] = energy(query[:, :, -self.window :], there, layer.key.shape[1])
+            real = places[:, -self.window :] >= 0
+            self.query_energy[number] = energy(query[:, :, -self.window :], real, layer.key.shape[1])
         self._pack_timed([number] if self.policy is None else self.policy.released(number), query.device)
 
     def finish(self) -> None:
@@ -85,7 +85,7 @@ class PackKeys(Run):
         self._pack_timed([number for number in range(len(self.state.layers)) if number not in self._done], device)
         if self.waiting:
             with self.forward.measured("packing", device):
-                self.finalize()
+                self._pack_waiting()
         if isinstance(self.forward, Prompt):
             for group in self.groups:
                 if group.of != "salient":
@@ -156,23 +156,26 @@ class PackKeys(Run):
         else:
             self._pack(layer, counts)
 
-    def finalize(self) -> None:
-        """Pack the layers that waited for the end of the forward."""
+    def _pack_waiting(self) -> None:
+        """Pack the layers that waited for the end of the forward, of which only the device knows the tokens to pack."""
         waiting, self.waiting = self.waiting, []
-        if not waiting:
-            return
         home, due = waiting[0].keys.device, self.due
-        found = [self._asked(layer, eligible).to(home) for layer in waiting for _, eligible in due]
+        # [B, Hkv] long: the tokens of each head that may be packed
+        asked = [
+            layer.eligible_slots(eligible).sum(-1).expand(-1, layer.keys.shape[1]).to(home)
+            for layer in waiting
+            for _, eligible in due
+        ]
         # layers may have different numbers of heads
-        known = torch.cat([x.flatten() for x in found]).cpu().split([x.numel() for x in found])
-        each = iter(mine.view(like.shape) for mine, like in zip(known, found, strict=True))
+        known = torch.cat([x.flatten() for x in asked]).cpu().split([x.numel() for x in asked])
+        each = iter(mine.view(like.shape) for mine, like in zip(known, asked, strict=True))
         for layer in waiting:
             heads = 1 if not layer.empty and not layer.index.of_heads else layer.keys.shape[1]
             self._pack(layer, [next(each)[:, :heads] for _ in due])
 
     def _pack(self, layer: QuantisedLayer, counts: list[Tensor | None] | list[Tensor]) -> None:
         for (group, eligible), count in zip(self.due, counts, strict=True):
-            layer.pack(group, eligible, self._made, self.query_energy.get(layer.number), count)
+            layer.pack(group, eligible, self._replaced, self.query_energy.get(layer.number), count)
             if eligible.others and not layer.empty:
                 rows, loose = len(self.rows), len(layer.index) - layer.width
                 self._look_again(group.codec, torch.full((rows, 1), loose) if count is None else count)
@@ -191,10 +194,6 @@ class PackKeys(Run):
                 # as soon as one head has a page
                 at[row] = min(at[row], self.now + codec.residual + codec.page - left[row])
         shared.pack_at = at
-
-    def _asked(self, layer: QuantisedLayer, eligible: Eligible) -> Tensor:
-        """``[B, Hkv]`` long, the tokens of each head that may be packed."""
-        return layer.eligible_slots(eligible).sum(-1).expand(-1, layer.keys.shape[1])
 
     def _count(self, layer: QuantisedLayer, group: TokenGroup, eligible: Eligible) -> Tensor | None:
         """How many tokens of a layer are of a group and in full precision, ``[B, 1 or Hkv]`` long on the CPU; 0 in rows that
@@ -242,10 +241,8 @@ def coming_unpacked(groups: Sequence[TokenGroup], shared: Shared, seen: int) -> 
 def eligible_of(
     group: TokenGroup, shared: Shared, layout: Layout | None, seen: int, salient: Tensor | None
 ) -> Eligible | None:
-    """The places that tokens of a group may be of; None where there are none in this forward.
+    """The places whose tokens belong to a group; None without any in this forward.
 
-    Parameters
-    ----------
     layout : of a prompt that follows ``seen`` tokens; None for a continuation.
     salient : ``[B, S]`` bool, the visual tokens of the prompt that a codec stores better than the others.
     """

@@ -1,4 +1,4 @@
-"""The cache stage of a recipe: what a policy may know of the model, and how a layer loses what does not stay."""
+"""The cache stage of a recipe: a policy with its budgets, and how a layer evicts keys by it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ class CacheRules:
     @staticmethod
     def of(plan: ModelPlan, stage: PlannedStage[Policy], depth: int) -> CacheRules:
         """The cache stage of a plan, for a cache of ``depth`` layers."""
-        recipe = plan.recipe
-        return CacheRules(stage.method, stage.retain, recipe.text_retain, plan.family, depth)
+        return CacheRules(stage.method, stage.retain, plan.recipe.text_retain, plan.family, depth)
 
     def outgoing(self, number: int, values: Tensor) -> Tensor | None:
         """Norms of ``values [B, Hkv, K, D]`` of layer ``number`` of the cache behind its output projection, if the policy looks
@@ -54,16 +53,16 @@ class CacheRules:
             together.evict(kept, lengths=lengths, known=known)
             return
         keys, values = together.stored
-        there = together.loose.expand(keys.shape[:3])
+        mergeable = together.loose.expand(keys.shape[:3])
         if old:
-            there = there & (torch.arange(keys.shape[2], device=keys.device) >= old)
-        stay = kept.expand(keys.shape[:3]) & there
-        made = merge(
+            mergeable = mergeable & (torch.arange(keys.shape[2], device=keys.device) >= old)
+        stay = kept.expand(keys.shape[:3]) & mergeable
+        merged = merge(
             how,
             keys,
             values,
             stay,
-            there & ~stay,
+            mergeable & ~stay,
             decay=decay or 0.0,
             threshold=together.threshold,
             renewed=any(layer.schedule.renewed for layer in together.layers),
@@ -71,7 +70,7 @@ class CacheRules:
             most=None if lengths is None else int((together.lengths - lengths).max()),
             stay=None if lengths is None else int(lengths.max()),
         )
-        if self.policy.scheduled and made.threshold is not None:
-            for layer, bar in zip(together.layers, made.threshold.split(together.rows), strict=True):
+        if self.policy.scheduled and merged.threshold is not None:
+            for layer, bar in zip(together.layers, merged.threshold.split(together.rows), strict=True):
                 layer.schedule.threshold, layer.schedule.renewed = bar, False
-        together.evict(kept, (made.keys, made.values), lengths, known)
+        together.evict(kept, (merged.keys, merged.values), lengths, known)

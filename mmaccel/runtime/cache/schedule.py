@@ -39,12 +39,10 @@ class Schedule:
 
     # --- layer by layer ---------------------------------------------------------------------------------------
     def begin(self, layer: QuantisedLayer, rows: Tensor | None = None, padding: Tensor | None = None) -> None:
-        """A prompt is over: from here on a layer may hold what it holds now, or as much as the cap allows.
+        """A prompt is over: from here on a layer may hold as many keys as now, or as many as the cap allows.
 
-        Parameters
-        ----------
-        rows : ``[B]`` bool, the rows that had a prompt with pictures; the others go on, behind ``padding [B]`` long tokens of
-            this forward that are none. Both on the CPU; by default all had one.
+        rows : ``[B]`` bool, the rows that had a prompt with pictures, by default all; the others continue behind ``padding
+            [B]`` long tokens of this forward that are padding. Both on the CPU.
         """
         schedule, lengths, now = layer.schedule, layer.head_lengths, [layer.seen] * len(layer.keys)
         if rows is None or schedule.capacity is None:
@@ -105,8 +103,7 @@ class Schedule:
         """
         full, late = {}, []
         for layer in self.state.layers:
-            room = self._room(layer, pictured)
-            if room is not None:
+            if (room := self._room(layer, pictured)) is not None:
                 full[layer.number] = room
             elif layer.schedule.unseen >= LATEST:
                 late.append(layer)
@@ -176,19 +173,19 @@ class Schedule:
         batch, order = self._stored(together, table)
         heads = len(batch.valid) // len(room)
         wanted = (room if heads > 1 else room[:, :1]).reshape(-1)
-        stay, fixed, among = wanted, None, batch.valid
+        stay, fixed, candidates = wanted, None, batch.valid
         if not policy.joint and self.stage.text_retain is None:
-            among = batch.visual & batch.valid
-            fixed = batch.valid & ~among
+            candidates = batch.visual & batch.valid
+            fixed = batch.valid & ~candidates
             # only the device knows how much of it is text
             (text,) = yield [fixed.sum(1)]
             wanted, stay = (wanted - text).clamp(min=0), torch.maximum(wanted, text)
-        count = to_device(wanted, among.device)
-        question = question_span(table, policy.protect, among.device)
+        count = to_device(wanted, candidates.device)
+        question = question_span(table, policy.protect, candidates.device)
         if question is not None:
             question = question.repeat_interleave(heads, dim=0).repeat(len(together.layers), 1)
         scores = rank(policy, replace(batch, count=count), True, question)
-        kept = per_head(scores, among, count)
+        kept = per_head(scores, candidates, count)
         kept = kept if fixed is None else kept | fixed[:, None]
         kept = kept[:, 0] if policy.shared or heads > 1 else kept
         if order is not None:
@@ -266,7 +263,7 @@ def room_of(policy: Policy, layer: QuantisedLayer) -> Tensor:
 
 def coming_kept(policy: Policy, state: CacheState, query_spec: QuerySpec | None) -> int:
     """Number of tokens that may follow before one with which a schedule may evict or observe."""
-    found = []
+    tokens = []
     for layer in state.layers:
         schedule = layer.schedule
         if schedule.capacity is None:
@@ -274,10 +271,10 @@ def coming_kept(policy: Policy, state: CacheState, query_spec: QuerySpec | None)
         # room never shrinks
         free = (room_of(policy, layer) - layer.head_lengths).amin(1).tolist()
         wait = [policy.every - (layer.seen - seen) - 1 for seen in schedule.evicted]
-        found.append(min(max(later, more, 0) for later, more in zip(wait, free, strict=True)))
+        tokens.append(min(max(later, more, 0) for later, more in zip(wait, free, strict=True)))
         if query_spec is not None:
-            found.append(LATEST - schedule.unseen - 1)
-    return min(found)
+            tokens.append(LATEST - schedule.unseen - 1)
+    return min(tokens)
 
 
 def query_spec_of(policy: Policy, heads: int) -> QuerySpec | None:

@@ -1,4 +1,4 @@
-"""Sparse reads: what layers choose from, and what a decode step reads of it; the runs are in :mod:`.reading`."""
+"""Sparse reads: the keys that a decode step reads, and the choices of each layer; the runs are in :mod:`.reading`."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def sparse_read(policy: Policy, shared: Shared, layer: CompressedLayer, attentio
     # heads that store the same keys have one index
     paid = paid.mean((1, 2))[:, None] if index.shape[1] == 1 else paid.mean(2) / heads
     table, end = shared.grid_table.to(device), shared.grid_table.shape[1]
-    there = (index >= 0) & (index < end)
-    at, shape = torch.where(there, index, end), (*index.shape[:2], end + 1)
+    known = (index >= 0) & (index < end)
+    at, shape = torch.where(known, index, end), (*index.shape[:2], end + 1)
     by_place = paid.new_zeros(shape).scatter_(2, at, paid).sum(1)[:, :end]
-    stored = there.new_zeros(shape).scatter_(2, at, True).any(1)[:, :end]
+    stored = known.new_zeros(shape).scatter_(2, at, True).any(1)[:, :end]
     visual = (table[..., 0] >= 0) & stored
     memory = shared.sparse = shared.sparse.to(device)
     chosen = policy.recall(by_place, memory.paid, visual, memory.count, memory.chosen)
@@ -108,7 +108,7 @@ def _chosen(
     scaling: float,
     total: int | None = None,
 ) -> tuple[ChosenKeys, Mapping[str, Tensor]]:
-    """What a step reads, of ``total`` slots where the host knows them, and what the next one is given."""
+    """The keys that a step reads, of ``total`` slots where the host knows them, and the tensors carried to the next one."""
     choices = held.choices
     step = ReadStep(
         query[:, :, 0],
@@ -199,9 +199,8 @@ class PinnedRead:
 
 
 def pinned_reads(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> dict[int, PinnedRead] | None:
-    """Sparse reads of pinned layers, by their numbers; None where a step must settle
-    first what there is to choose from."""
-    memory, made = layers[0].shared.sparse, {}
+    """Sparse reads of pinned layers, by their numbers; None where an ordinary step must prepare the choices first."""
+    memory, reads = layers[0].shared.sparse, {}
     if memory is None or layers[0].shared.grid_table is None or (policy.window and memory.level is None):
         return {}
     for layer in layers[first_layer(policy, len(layers)) :]:
@@ -216,8 +215,8 @@ def pinned_reads(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> dic
         held = replace(held, carried={name: x.clone() for name, x in held.carried.items()})
         memory.layers[layer.number] = held
         level = None if memory.level is None else memory.level.to(layer.keys.device)
-        made[layer.number] = PinnedRead(policy, held, level, layer.pages)
-    return made
+        reads[layer.number] = PinnedRead(policy, held, level, layer.pages)
+    return reads
 
 
 def unpinnable(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> str:
@@ -238,16 +237,14 @@ def prepare_reads(
     asked: Mapping[int, tuple[Tensor, Tensor]],
     text_rows: Tensor | None = None,
 ) -> None:
-    """A prompt is over: what these layers choose from in the steps that follow.
+    """Prepare, behind a prompt, the choices of these layers in the steps that follow.
 
-    Parameters
-    ----------
     asked : of every layer the last queries of the prompt ``[B, Hq, W, D]``, and which are no padding ``[B, W]`` bool, for
         policies with a ``window``.
     text_rows : see :func:`note_prompt`.
     """
     observed: list[Observed] = []
-    for group in _alike(layers):
+    for group in _same_choices(layers):
         memory = group[0].shared.sparse
         assert memory is not None
         looked = _looked_at(policy, group, memory, (layer.stored()[0] for layer in group), scaling)
@@ -267,7 +264,7 @@ def prepare_reads(
         memory.level = level
 
 
-def _alike(layers: Sequence[QuantisedLayer]) -> Iterator[list[QuantisedLayer]]:
+def _same_choices(layers: Sequence[QuantisedLayer]) -> Iterator[list[QuantisedLayer]]:
     """Layers in their order, as many together as choose from the same places on one device, up to :data:`TOGETHER` entries of
     keys."""
 
@@ -288,8 +285,8 @@ def _looked_at(
     keys: Iterable[Tensor],
     scaling: float,
 ) -> list[LayerRead]:
-    """What layers that are :func:`_alike` choose from, and what the policy makes of the ``keys`` of each; at the end of a
-    prompt, or when they store their keys otherwise than before."""
+    """The choices of layers with the :func:`_same_choices`, and the policy's summary of the ``keys`` of each; at the end of a
+    prompt, or when a layer's stored keys have changed."""
     layer, number = layers[0], len(layers)
     choices = memory.choices(layer.index)
     if choices is None:
@@ -306,12 +303,12 @@ def _looked_at(
         return [LayerRead(choices, {}, {}) for _ in layers]
     units = [_at(choices.rated, stored) for stored in keys]
     # as if they were rows
-    there = (choices.rated >= 0).repeat(number, 1, 1, 1)
-    made = policy.summarise(KeyUnits(torch.cat(units) if number > 1 else units[0], there, scaling))
-    for name, x in made.items():
-        if len(check_type(policy, f"summarise() ({name!r})", x, Tensor)) != len(there):
-            refuse(policy, f"summarise() ({name!r})", described(x), f"a tensor of {len(there)} rows")
-    parts = {name: x.chunk(number) for name, x in made.items()}
+    real = (choices.rated >= 0).repeat(number, 1, 1, 1)
+    summary = policy.summarise(KeyUnits(torch.cat(units) if number > 1 else units[0], real, scaling))
+    for name, x in summary.items():
+        if len(check_type(policy, f"summarise() ({name!r})", x, Tensor)) != len(real):
+            refuse(policy, f"summarise() ({name!r})", described(x), f"a tensor of {len(real)} rows")
+    parts = {name: x.chunk(number) for name, x in summary.items()}
     return [LayerRead(choices, {name: x[n] for name, x in parts.items()}, {}) for n in range(number)]
 
 

@@ -44,19 +44,11 @@ class Tokens:
         if count == 1:
             return self
         if count not in self._repeated:
-            self._repeated[count] = replace(
-                self,
-                places=self.places.repeat(count, 1),
-                visual=self.visual.repeat(count, 1),
-                text=self.text.repeat(count, 1),
-                grid=self.grid.repeat(count, 1, 1),
-                count=self.count.repeat(count),
-                question=None if self.question is None else self.question.repeat(count, 1),
-                rivals=self.rivals * count,
-                texts=self.texts * count,
-                # no circle, so that all of it is freed with the forward
-                _repeated={},
-            )
+            rows = {name: getattr(self, name) for name in ("places", "visual", "text", "grid", "count", "question")}
+            tensors = {name: x.repeat(count, *[1] * (x.dim() - 1)) for name, x in rows.items() if x is not None}
+            rivals, texts = self.rivals * count, self.texts * count
+            # no circle, so that all of it is freed with the forward
+            self._repeated[count] = replace(self, **tensors, rivals=rivals, texts=texts, _repeated={})
         return self._repeated[count]
 
 
@@ -84,8 +76,8 @@ def cells_at(table: Tensor, places: Tensor, heads: int = 1) -> tuple[Tensor, Ten
     table = to_device(table, places.device)
     known = (places >= 0) & (places < table.shape[1])
     rows = (torch.arange(len(places), device=places.device) // heads % len(table))[:, None]
-    found = table[rows, places.clamp(0, table.shape[1] - 1)].long().masked_fill(~known[..., None], -1)
-    return found[..., 0], found[..., 1:]
+    cells = table[rows, places.clamp(0, table.shape[1] - 1)].long().masked_fill(~known[..., None], -1)
+    return cells[..., 0], cells[..., 1:]
 
 
 def question_span(table: Tensor, protect: Sequence[str], device: torch.device) -> Tensor | None:

@@ -95,7 +95,7 @@ class _Patched:
 
 
 @functools.cache
-def _patched_class(plain: type, kind: AttentionKind) -> type:
+def _patched_class(plain: type, kind: AttentionKind) -> Any:
     # transformers finds model classes by the name of the config's class
     body = {"__slots__": ("_plain",), "_kind": kind, "__module__": plain.__module__, "__doc__": plain.__doc__}
     return type(plain.__name__, (_Patched, plain), body)
@@ -103,13 +103,7 @@ def _patched_class(plain: type, kind: AttentionKind) -> type:
 
 class AttentionPatch:
     """Our attention function on all modules of one text model or vision tower, on top of whatever implementation its config
-    names, now or later.
-
-    Raises
-    ------
-    UnsupportedError
-        If the config names an implementation that is neither one of :data:`BACKENDS` nor flash attention.
-    """
+    names, now or later; refuses one that is neither one of :data:`BACKENDS` nor flash attention."""
 
     def __init__(self, root: nn.Module, kind: AttentionKind) -> None:
         self._patched: dict[int, Any] = {}
@@ -120,8 +114,7 @@ class AttentionPatch:
                 continue
             config = getattr(config, "_plain", config)
             if id(config) not in self._patched:
-                made: Callable[..., type] = _patched_class
-                patched: Any = object.__new__(made(type(config), kind))
+                patched: Any = object.__new__(_patched_class(config.__class__, kind))
                 object.__setattr__(patched, "_plain", config)
                 object.__setattr__(patched, "__dict__", vars(config))
                 self._patched[id(config)] = patched

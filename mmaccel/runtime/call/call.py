@@ -134,19 +134,13 @@ class Call(Generic[P]):
 
     def state(self, kind: type[S]) -> S:
         """The state that a mechanism keeps in this call; made on first use."""
-        if kind not in self.states:
-            self.states[kind] = kind()
-        found: S = self.states[kind]
-        return found
+        state: S = self.states[kind] if kind in self.states else self.states.setdefault(kind, kind())
+        return state
 
     def begin_forward(self, ids: Tensor | None, cache: Any) -> None:
         """Note that the model is given ``ids [B, q]``; a prompt that is read again is not counted again."""
-        if (
-            self.text.forwards
-            and ids is not None
-            and ids.shape[1] > 1
-            and (cache is None or not cache.get_seq_length())
-        ):
+        again = self.text.forwards and ids is not None and ids.shape[1] > 1
+        if again and (cache is None or not cache.get_seq_length()):
             self.text.counted, self.stats = self.stats, Stats(self.stats.recipe, clock=self.stats.clock)
 
     def end_forward(self) -> None:
@@ -211,6 +205,12 @@ def current(plan: Plan | None = None) -> Call[Any] | None:
         if plan is None or call.plan is plan or call.plan.origin is plan:
             return call
     return None
+
+
+def encoding(plan: P) -> tuple[Call[P], VisionOutput] | None:
+    """The innermost call of ``plan``, and the pictures or clips that it is encoding; None where it encodes none."""
+    call = current(plan)
+    return None if call is None or call.vision.running is None else (call, call.vision.running)
 
 
 def push(call: Call[Any]) -> None:

@@ -41,12 +41,12 @@ class StageResult:
         """The figures by name at the places of the prompt, ``[B, S]`` float32 on the CPU; NaN where there was none."""
         if self.units is None:
             return {}
-        found = {}
+        scores = {}
         unit, slot = self.units.valid.nonzero(as_tuple=True)
         for name, figures in self.signals.items():
-            found[name] = torch.full(self.reduction.kept.shape, torch.nan)
-            found[name][self.units.row[unit], self.units.places[unit, slot]] = figures.float().cpu()[unit, slot]
-        return found
+            scores[name] = torch.full(self.reduction.kept.shape, torch.nan)
+            scores[name][self.units.row[unit], self.units.places[unit, slot]] = figures.float().cpu()[unit, slot]
+        return scores
 
 
 @dataclass
@@ -106,11 +106,6 @@ class Forward:
         _, phase = self.incoming.phases[-1]
         return phase.places >= 0 if phase.padded else None
 
-    @property
-    def changes_arguments(self) -> bool:
-        """Whether layers are given other arguments than the caller's, even where no run changes their input."""
-        return False
-
     def layer_arguments(self, number: int, given: dict[str, Any]) -> dict[str, Any]:
         """Arguments of layer ``number`` of the language model for the tokens that are left, of those that the caller gave."""
         return {**given, **self.arguments[-1].replaced} if self.arguments else given
@@ -169,24 +164,33 @@ class Prompt(Forward):
         """``[B, S]`` on the CPU, the tokens that are left, over all stages that have worked."""
         return self.result.reduction
 
-    @total.setter
-    def total(self, reduction: Reduction) -> None:
-        self.result.reduction = reduction
+    def reduced(
+        self,
+        stage: int,
+        layer: int,
+        total: Reduction,
+        units: Units | None = None,
+        signals: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Note the tokens that a stage left over; see :class:`StageResult`."""
+        self.result.reduction = total
+        self.result.history.append(StageResult(stage, layer, total, units, signals or {}))
 
-    @property
-    def history(self) -> list[StageResult]:
-        """The tokens that are left, stage by stage."""
-        return self.result.history
+    def count_left(self, layer: int) -> None:
+        """Note how many visual tokens the layers from ``layer`` on see."""
+        counts = self.stats.layer_tokens
+        counts[layer:] = [int((self.total.kept & self.layout.visual).sum())] * (len(counts) - layer)
 
-    @property
-    def changes_arguments(self) -> bool:
-        """True: layers are given the arguments of the tokens that are left."""
-        return True
+    def kinds(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Masks ``[B, q]`` bool on the CPU of the visual tokens, and of the text, at the places ``chosen [B, q]`` (-1
+        padding)."""
+        real, visual = chosen >= 0, self.layout.visual.gather(1, chosen.clamp(min=0))
+        return real & visual, real & ~visual
 
     def layer_arguments(self, number: int, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of layer ``number`` of the language model for the tokens that are left, of those that the caller gave."""
+        """The same with rotary positions of the layer's kind of RoPE."""
         mine, kind = self.arguments[-1], self.plan.family.rope_kind(number)
-        made = {**given, **mine.replaced}
+        arguments = {**given, **mine.replaced}
         if kind is not None and len(self.arguments) > 1:
             # layers of every kind of RoPE are given those of all tokens that entered the language model
             if kind not in mine.rotated:
@@ -194,10 +198,10 @@ class Prompt(Forward):
                 slots = self.slots(chosen_of(self.incoming.phases[0][1]))
                 (at,) = to_device_packed(embeddings[0].device, slots.gather(1, self.chosen.clamp(min=0)))
                 mine.rotated[kind] = tuple(rows_at(x.expand(len(at), -1, -1), at) for x in embeddings)
-            made["position_embeddings"] = mine.rotated[kind]
+            arguments["position_embeddings"] = mine.rotated[kind]
         if number in self.plan.family.recurrent:
-            made["attention_mask"] = self.real
-        return made
+            arguments["attention_mask"] = self.real
+        return arguments
 
     @cached_property
     def text_rows(self) -> Tensor | None:
@@ -224,8 +228,8 @@ class Prompt(Forward):
         """Places that stay, left-padded: ``[B, widest]`` long with -1 for padding, and whether there is any; on the CPU."""
         width = int(kept.sum(1).max())
         order = true_last(kept)[:, -width:] if width else kept.new_zeros(len(kept), 0).long()
-        there = kept.gather(1, order)
-        return order.masked_fill(~there, -1), not bool(there.all())
+        real = kept.gather(1, order)
+        return order.masked_fill(~real, -1), not bool(real.all())
 
     def begin(self, first: int, chosen: Tensor, padded: bool, device: torch.device, **arguments: Any) -> None:
         """From layer ``first`` of the language model on the tokens at ``chosen [B, q]`` (places of this forward on the CPU, -1
@@ -240,18 +244,18 @@ class Prompt(Forward):
 
     def slots(self, chosen: Tensor) -> Tensor:
         """``[B, S]`` long: the slot of each place in ``chosen [B, q]``; meaningless for places that are gone."""
-        out = torch.zeros(len(chosen), self.length, dtype=torch.long)
-        b, slot = (chosen >= 0).nonzero(as_tuple=True)
-        out[b, chosen[b, slot]] = slot
-        return out
+        slots = torch.zeros(len(chosen), self.length, dtype=torch.long)
+        row, slot = (chosen >= 0).nonzero(as_tuple=True)
+        slots[row, chosen[row, slot]] = slot
+        return slots
 
     def entered(self, units: Units) -> Tensor:
         """Number of tokens of each unit that entered the language model, ``[N]`` long on the CPU."""
         chosen = chosen_of(self.incoming.phases[0][1])
-        there = torch.zeros(self.total.kept.shape, dtype=torch.bool)
+        entered = torch.zeros(self.total.kept.shape, dtype=torch.bool)
         rows, slots = (chosen >= 0).nonzero(as_tuple=True)
-        there[rows, chosen[rows, slots]] = True
-        return units.only(there).valid.sum(1)
+        entered[rows, chosen[rows, slots]] = True
+        return units.only(entered).valid.sum(1)
 
 
 def chosen_of(phase: Phase) -> Tensor:

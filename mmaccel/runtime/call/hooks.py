@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from ...core.layout import Layout
 from ...core.reduction import Reduction
@@ -31,8 +32,6 @@ def in_training(model: nn.Module) -> str:
 class TextHooks:
     """The hooks on the text model of one accelerated model.
 
-    Parameters
-    ----------
     make_runs : the work of the plan's stages in one forward.
     check : raises when something that acceleration needs is no longer there; called before every forward.
     hook : takes the handle of every hook as soon as it is registered, so that all can be removed whatever fails.
@@ -85,9 +84,8 @@ class TextHooks:
             forward: Forward = self._prompt(call, kwargs, ids, valid, state, seen)
         else:
             assert state is not None
-            length = embeds.shape[1]
-            incoming = ForwardInfo(seen, length, as_stored=False, weights=state.shared.weights)
-            incoming.expected_new_tokens = call.expected.after(seen + length)
+            incoming = self._incoming(call, seen, embeds.shape[1])
+            incoming.weights = state.shared.weights
             forward = Continuation(call.plan, call.stats, state, incoming, embeds.device)
         call.text.runs = runs = Runs(forward, self.make_runs(call, forward))
         if ids is None:
@@ -190,21 +188,16 @@ class TextHooks:
         embeds, plan = kwargs["inputs_embeds"], call.plan
         valid = torch.ones(embeds.shape[:2], dtype=torch.bool) if valid is None else valid
         layout = _layout(call, ids, valid)
-        incoming = ForwardInfo(
-            seen, embeds.shape[1], as_stored=False, expected_new_tokens=call.expected.after(seen + embeds.shape[1])
-        )
+        incoming = self._incoming(call, seen, embeds.shape[1])
         if plan.stores_anew:
             incoming.expected_new_tokens = 0
-        return Prompt(
-            plan,
-            call.stats,
-            state,
-            incoming,
-            embeds.device,
-            PromptResult(layout, Reduction.identity(layout.valid)),
-            ids,
-            bidirectional=plan.family.bidirectional_groups(ids, layout.valid, call.inputs.extra, seen),
-        )
+        result = PromptResult(layout, Reduction.identity(layout.valid))
+        groups = plan.family.bidirectional_groups(ids, layout.valid, call.inputs.extra, seen)
+        return Prompt(plan, call.stats, state, incoming, embeds.device, result, ids, groups)
+
+    def _incoming(self, call: Call[ModelPlan], seen: int, length: int) -> ForwardInfo:
+        """A forward of ``length`` tokens behind ``seen``, as the cache sees it."""
+        return ForwardInfo(seen, length, as_stored=False, expected_new_tokens=call.expected.after(seen + length))
 
     # --- between layers ---------------------------------------------------------------------------------------
     def _layer(self, number: int) -> Callable[..., Any]:
@@ -273,29 +266,27 @@ class TextHooks:
 def _widen(call: Call[ModelPlan], prompt: Prompt, hidden: Tensor) -> Tensor:
     """Back to the caller's length: zero where there was no token, NaN where one was dropped.
 
-    Where a head follows, its logits are given their NaN by :func:`show_dropped`: here it would reach the gradient of the
-    head's weights.
+    Where a head follows, its logits get their NaN from :func:`show_dropped`: here it would reach the gradient of the head's
+    weights.
     """
     total = prompt.total
-    dropped = total.valid & ~total.kept
-    slots, kept, gone = to_device_packed(hidden.device, prompt.slots(prompt.chosen), total.kept, dropped)
+    lost = total.valid & ~total.kept
+    slots, kept, dropped = to_device_packed(hidden.device, prompt.slots(prompt.chosen), total.kept, lost)
     wide = rows_at(hidden, slots).masked_fill(~kept.bool()[..., None], 0.0)
     if call.inputs.opened_by is prompt.plan.family.model:
-        call.text.dropped = gone.bool()
+        call.text.dropped = dropped.bool()
     else:
-        wide = wide.masked_fill(gone.bool()[..., None], torch.nan)
+        wide = wide.masked_fill(dropped.bool()[..., None], torch.nan)
     if (labels := call.inputs.labels) is not None:
         # a row predicts the label behind it
-        lost = torch.zeros_like(labels, dtype=torch.bool)
-        lost[:, 1:] = dropped[:, :-1].to(labels.device)
-        lost &= labels != -100
-        call.stats.labels_ignored += int(lost.sum())
-        labels.masked_fill_(lost, -100)
+        ignored = pad(lost[:, :-1], (1, 0)).to(labels.device) & (labels != -100)
+        call.stats.labels_ignored += int(ignored.sum())
+        labels.masked_fill_(ignored, -100)
     return wide
 
 
 def _layout(call: Call[ModelPlan], ids: Tensor, valid: Tensor) -> Layout:
-    """Of a prompt ``ids [B, S]`` on the CPU, see :meth:`mmaccel.families.Family.layout`."""
+    """The layout of a prompt ``ids [B, S]`` on the CPU."""
     for output in call.vision.outputs.values():
         output.arguments.update(call.inputs.extra)
     return call.plan.family.layout(ids, valid, call.vision.outputs)

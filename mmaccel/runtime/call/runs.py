@@ -24,6 +24,7 @@ from mmaccel_kernels.pages import Pages
 from torch import Tensor
 
 from ...core.precision import without_autocast
+from ...core.reduction import Reduction
 from .forward import Forward
 
 R = TypeVar("R", bound="Run")
@@ -54,6 +55,11 @@ class TextInputs:
     @embeds.setter
     def embeds(self, embeds: Tensor) -> None:
         self.arguments["inputs_embeds"] = embeds
+
+    def substitute(self, reduction: Reduction) -> None:
+        """Put the values of a reduction into embeddings and DeepStack features, in full length."""
+        self.embeds = reduction.substitute(self.embeds)
+        self.planes = [reduction.substitute(plane) for plane in self.planes]
 
 
 @dataclass
@@ -147,7 +153,7 @@ class Runs:
     @property
     def between_layers(self) -> bool:
         """Whether layers are given other inputs or arguments than the caller's."""
-        return bool(self._before_layer) or self.forward.changes_arguments
+        return bool(self._before_layer or self.forward.arguments)
 
     def of(self, kind: type[R]) -> R | None:
         """The run of this class, or None."""

@@ -14,7 +14,7 @@ from ...kv import chunked_prefill as cached
 from ...kv.cache import CacheState
 from ...method import ChunkMethod, LayerAttention, TokenBatch
 from ...method.results import check_figures
-from ..call.forward import Prompt, StageResult, to_device_packed
+from ..call.forward import Prompt, to_device_packed
 from ..call.plan import PlannedStage, record
 from ..call.runs import LayerAttended, Run, TextInputs
 from ..prompt import tokens
@@ -103,8 +103,7 @@ class _Row:
 
 
 def _budget(prompt: Prompt, stage: PlannedStage[ChunkMethod]) -> tuple[Tensor, list[int]]:
-    """How many tokens of every picture are to be left, ``[N]`` long on the CPU, and of every row; begins the figures of the
-    stage."""
+    """Budget in tokens of every picture, ``[N]`` long on the CPU, and of every row; begins the figures of the stage."""
     whole = prompt.layout.units(stage.method.unit)
     present = whole.only(prompt.total.kept).valid.sum(1)
     count = tokens.budget(prompt, stage, whole, present)
@@ -143,10 +142,10 @@ def _follow(state: CacheState, now: Chunks, joins: list[list[int]], behind: Tens
     cached.spread(state, now.row)
 
 
-def _told(
+def _notes(
     method: ChunkMethod, spans: list[Span], joins: list[list[int]], furthest: int, limit: int | None
 ) -> list[str]:
-    """What the notes of the statistics say of prompts that are cut so, whose positions go up to ``furthest``."""
+    """Notes of the statistics about prompts that are cut into chunks, whose positions go up to ``furthest``."""
     layers = sorted({layer for each in joins for layer in each})
     notes = [
         f"{method.name} read {len(spans)} prompt{'s' * (len(spans) > 1)} as {sum(span.chunks for span in spans)} chunks of at "
@@ -170,7 +169,7 @@ class ChunkedPrefill(Run):
 
     def __init__(self, prompt: Prompt, stage: PlannedStage[ChunkMethod]) -> None:
         self.prompt, self.stage = prompt, stage
-        #: the chunks that there are; None where the prompt is not cut
+        #: None where the prompt is not cut
         self._now: Chunks | None = None
         #: for every row of the prompt the layers at whose input its chunks join
         self._joins: list[list[int]] = []
@@ -182,38 +181,30 @@ class ChunkedPrefill(Run):
         self._looked: dict[str, Tensor] = {}
 
     def cut(self, chosen: Tensor, text: TextInputs) -> Tensor:
-        """Cut what is left of a prompt into chunks, and put them into the arguments of the text model.
-
-        Parameters
-        ----------
-        chosen : ``[B, q]`` long on the CPU, the places of the tokens that the arguments hold; -1 for padding.
-
-        Returns
-        -------
-        ``[R, q]`` long, the places of the tokens that the arguments hold now; those of ``chosen`` where nothing is cut.
-        """
+        """Cut a reduced prompt into chunks, and put them into the arguments of the text model, which hold the tokens at the
+        places ``chosen [B, q]`` (long on the CPU, -1 padding); returns the places that they hold now, ``[R, q]``."""
         prompt, method, family = self.prompt, self.stage.method, self.prompt.plan.family
         self._count, share = _budget(prompt, self.stage)
-        given, there = text.arguments["position_ids"], chosen >= 0
+        given, tokens_of = text.arguments["position_ids"], chosen >= 0
         # an axis before three is that of the text, which counts as time does
         axes = given.cpu()[None] if given.dim() == 2 else given.cpu()[-3:]
         limit = getattr(family.text.config, "max_position_embeddings", None)
-        rows = [_Row.of(prompt, b, chosen[b, real], axes[:, b, real]) for b, real in enumerate(there)]
+        rows = [_Row.of(prompt, b, chosen[b, real], axes[:, b, real]) for b, real in enumerate(tokens_of)]
         spans = [row.span(row.levels(method, kept, family.depth, limit)) for row, kept in zip(rows, share, strict=True)]
         if all(span.chunks == 1 for span in spans):
             return chosen
-        now = Chunks.cut([places[real] for places, real in zip(chosen, there, strict=True)], spans)
+        now = Chunks.cut([places[real] for places, real in zip(chosen, tokens_of, strict=True)], spans)
         joins = [method.joins((span.chunks - 1).bit_length(), family.depth) for span in spans]
         moved, behind, shorter = zip(*(row.settled(span) for row, span in zip(rows, spans, strict=True)), strict=True)
         moves = torch.zeros_like(axes)
-        for b, real in enumerate(there):
+        for b, real in enumerate(tokens_of):
             moves[:, b, real] = moved[b]
         _place(prompt, now, chosen, moves if given.dim() < 3 or len(given) == 3 else moves[[0, 0, 1, 2]], text)
         if prompt.state is not None:
             _follow(prompt.state, now, joins, moves.new_tensor(behind), moves.new_tensor(shorter))
         where = text.arguments["position_ids"]
         self._now, self._joins, self._positions = now, joins, where if given.dim() == 2 else where[-3]
-        prompt.stats.notes += _told(method, spans, joins, int((axes - moves).max()), limit)
+        prompt.stats.notes += _notes(method, spans, joins, int((axes - moves).max()), limit)
         return now.places
 
     def before_layer(self, number: int, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
@@ -227,9 +218,9 @@ class ChunkedPrefill(Run):
         """Show the method what a layer attends to, where chunks join behind it."""
         if not self._due(layer.number + 1):
             return
-        there, method, query = self.prompt.phase(layer.number).places >= 0, self.stage.method, layer.query
+        real, method, query = self.prompt.phase(layer.number).places >= 0, self.stage.method, layer.query
         with self.prompt.measured("selection", query.device):
-            attention = LayerAttention(query, layer.key, layer.visible, layer.scaling, there)
+            attention = LayerAttention(query, layer.key, layer.visible, layer.scaling, real)
             seen = method.observe(attention, self._positions, layer.number)
             self._looked = check_figures(method, "observe()", seen, (query.shape[0], query.shape[2]), query)
 
@@ -250,8 +241,7 @@ class ChunkedPrefill(Run):
         if state is not None:
             cached.join(state, layer, how, prompt.incoming.phase(layer))
         self._positions = how.to(self._positions.device).pick(self._positions)
-        counted = prompt.stats.layer_tokens
-        counted[layer:] = [int((prompt.total.kept & prompt.layout.visual).sum())] * (len(counted) - layer)
+        prompt.count_left(layer)
         return how.to(hidden.device).apply(hidden)
 
     def _reduce(self, now: Chunks, into: Tensor, layer: int, hidden: Tensor) -> None:
@@ -265,44 +255,44 @@ class ChunkedPrefill(Run):
             # text between pictures is all there is
             return
         units, picture, chunk = prompt.layout.units(method.unit).split(part)
-        there = units.valid.sum(1)
-        count = _shares(there, self._count[picture], picture, chunk, into)
+        present = units.valid.sum(1)
+        count = _shares(present, self._count[picture], picture, chunk, into)
         at = slot[units.row[:, None], units.places.clamp(min=0)].masked_fill(~units.valid, 0)
-        found, rows, at, (wanted, entered) = tokens.gathered(units, hidden, chunk, at, count, there)
+        fields, rows, at, (wanted, entered) = tokens.gathered(units, hidden, chunk, at, count, present)
         signals = {
-            name: x.to(hidden.device)[rows[:, None], at].masked_fill(~found["valid"], torch.nan)
+            name: x.to(hidden.device)[rows[:, None], at].masked_fill(~fields["valid"], torch.nan)
             for name, x in self._looked.items()
         }
         clips = (units.grid[:, 0] > 1).tolist()
-        batch = TokenBatch(**found, entered=entered, left=there[:, None], clips=clips, signals=signals)
+        batch = TokenBatch(**fields, entered=entered, left=present[:, None], clips=clips, signals=signals)
         # a choice has no gradient
         with torch.no_grad():
-            made = tokens.checked(method, method.reduce(batch, wanted), units.valid, count, hidden.shape[2])
-        prompt.stats.stages[self.stage.number].tokens_kept += int(made.kept.sum() - made.valid.sum())
-        made = made.relabel(units.places, units.row, shape)
-        prompt.total = total.then(made.keeping(total.kept & ~made.valid))
-        prompt.history.append(StageResult(self.stage.number, layer, prompt.total, units, signals))
+            reduction = tokens.checked(method, method.reduce(batch, wanted), units.valid, count, hidden.shape[2])
+        prompt.stats.stages[self.stage.number].tokens_kept += int(reduction.kept.sum() - reduction.valid.sum())
+        reduction = reduction.relabel(units.places, units.row, shape)
+        total = total.then(reduction.keeping(total.kept & ~reduction.valid))
+        prompt.reduced(self.stage.number, layer, total, units, signals)
 
 
 def _arguments(how: Join, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the layers above that have a row for every chunk: positions, and what RoPE turns by, of which one row
     may serve all."""
-    made: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if given.get("position_embeddings") is not None:
-        made["position_embeddings"] = tuple(how.to(x.device).pick(x) for x in given["position_embeddings"])
+        arguments["position_embeddings"] = tuple(how.to(x.device).pick(x) for x in given["position_embeddings"])
     if isinstance(positions := given.get("position_ids"), Tensor):
         # GLM-4.5V shows its layers all three axes
         rows = positions.movedim((-2, -1), (0, 1))
-        made["position_ids"] = how.to(positions.device).pick(rows).movedim((0, 1), (-2, -1))
-    return made
+        arguments["position_ids"] = how.to(positions.device).pick(rows).movedim((0, 1), (-2, -1))
+    return arguments
 
 
-def _shares(there: Tensor, budget: Tensor, picture: Tensor, chunk: Tensor, into: Tensor) -> Tensor:
-    """How many tokens stay of those ``there [M]`` that chunk ``chunk [M]`` has of picture ``picture [M]``, so that the two
+def _shares(present: Tensor, budget: Tensor, picture: Tensor, chunk: Tensor, into: Tensor) -> Tensor:
+    """How many tokens stay of the ``present [M]`` that chunk ``chunk [M]`` has of picture ``picture [M]``, so that the two
     that join have ``budget [M]`` together, or all they have: half each, unless the other one has fewer. All long."""
     has = torch.zeros(int(picture.max()) + 1, len(into) + 2, dtype=torch.long)
-    has[picture, chunk + 1] = there
+    has[picture, chunk + 1] = present
     right = into[chunk] == torch.cat([into.new_tensor([-1]), into])[chunk]
     other = torch.where(right, has[picture, chunk], has[picture, chunk + 2])
     half = torch.where(right, budget // 2, budget - budget // 2)
-    return torch.maximum(half, budget - other).minimum(there)
+    return torch.maximum(half, budget - other).minimum(present)

@@ -31,17 +31,12 @@ def may_return(plan: ModelPlan, state: CacheState) -> bool:
 
 
 def check_rows(prompt: Prompt) -> None:
-    """Refuse a prompt in which a row has no picture whose dropped tokens would come back in a forward without pictures.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is such a row.
-    """
+    """Refuse a prompt in which a row has no picture whose dropped tokens would come back in a forward without pictures."""
     rows, state = prompt.text_rows, prompt.state
-    if rows is None or state is None or not may_return(prompt.plan, state) or state.shared.reactivation is None:
+    if rows is None or state is None or not may_return(prompt.plan, state):
         return
     memory = state.shared.reactivation
+    assert memory is not None
     dropped = torch.stack([waiting.stayed.sum(1) < memory.visual.sum(1) for waiting in memory.at.values()]).any(0)
     if bool((refused := dropped.cpu() & rows).any()):
         row = int(refused.nonzero()[0])
@@ -58,9 +53,7 @@ def keep_dropped(
 ) -> None:
     """Let the tokens that layer ``number`` of the language model drops of a prompt wait with its cache.
 
-    Parameters
-    ----------
-    made : ``[B, S]`` on the CPU, what reached the layer and what stays of it.
+    made : ``[B, S]`` on the CPU, the tokens that reached the layer and those that stay.
     hidden : ``[B, q, D]``, the input of the layer, with place ``s`` at ``slots [B, S]`` (on the CPU).
     arguments : those of the layer for the same tokens.
     """
@@ -68,30 +61,30 @@ def keep_dropped(
         return
     shared, visual = prompt.state.shared, prompt.layout.visual
     places, _ = prompt.compacted(made.valid & ~made.kept)
-    there = places >= 0
-    at, where, stayed, among = to_device_packed(
+    dropped = places >= 0
+    at, where, stayed, candidates = to_device_packed(
         hidden.device,
         slots.gather(1, places.clamp(min=0)),
-        torch.where(there, places + prompt.seen, -1),
+        torch.where(dropped, places + prompt.seen, -1),
         made.kept & visual,
         made.valid & visual,
     )
     if shared.reactivation is None:
-        shared.reactivation = ReactivationMemory(among[:, :0].bool())
+        shared.reactivation = ReactivationMemory(candidates[:, :0].bool())
     if number == min(prompt.plan.stage_at_layer):
-        shared.reactivation.note(among.bool(), prompt.seen)
-    planes = {"hidden": rows_at(hidden, at), **_turned(arguments, at)}
-    shared.reactivation.add(number, Parked(where.int(), there.sum(1), planes), stayed.bool(), prompt.seen)
+        shared.reactivation.note(candidates.bool(), prompt.seen)
+    planes = {"hidden": rows_at(hidden, at), **_position_planes(arguments, at)}
+    shared.reactivation.add(number, Parked(where.int(), dropped.sum(1), planes), stayed.bool(), prompt.seen)
 
 
-def _turned(arguments: Mapping[str, Any], at: Tensor) -> dict[str, Tensor]:
-    """What a layer is told of where tokens stand, for those ``at [B, r]``; positions with their axes last."""
-    found = {}
+def _position_planes(arguments: Mapping[str, Any], at: Tensor) -> dict[str, Tensor]:
+    """The positions, and their cosines and sines, in the ``arguments`` of a layer for the tokens ``at [B, r]``; axes last."""
+    planes = {}
     for name, x in zip(("cos", "sin"), arguments.get("position_embeddings") or (), strict=False):
-        found[name] = rows_at(x.expand(len(at), -1, -1), at)
+        planes[name] = rows_at(x.expand(len(at), -1, -1), at)
     if isinstance(positions := arguments.get("position_ids"), Tensor):
-        found["positions"] = rows_at(_axes_last(positions).expand(len(at), -1, -1), at)
-    return found
+        planes["positions"] = rows_at(_axes_last(positions).expand(len(at), -1, -1), at)
+    return planes
 
 
 def _axes_last(positions: Tensor) -> Tensor:
@@ -156,12 +149,13 @@ class Reactivation(Run):
         index = self.state.layers[first].index
         at, n = _by_place(index, memory, hidden.device)
         unread = _placed(at < n, at, n) & memory.visual.to(hidden.device) & ~chosen
-        told = torch.stack([wanted.sum(1), unread.sum(1), wanted[:, :old].sum(1)]).cpu()
-        back, rest = aside.split(wanted, told[0])
+        back_count, unread_count, old_count = torch.stack([x.sum(1) for x in (wanted, unread, wanted[:, :old])]).cpu()
+        back, rest = aside.split(wanted, back_count)
         memory.at[number] = replace(waiting, aside=rest)
-        forward.stats.tokens_returned += int(told[2].sum())
+        forward.stats.tokens_returned += int(old_count.sum())
         read = chosen | ~memory.visual.to(chosen.device)
-        forward.incoming.reads.append((first, SparseRead(read, index, told[1].tolist()) if told[1].any() else None))
+        sparse = SparseRead(read, index, unread_count.tolist()) if unread_count.any() else None
+        forward.incoming.reads.append((first, sparse))
         return self._run(back, first, new, arguments)
 
     def _run(self, back: Parked, first: int, new: Tensor, arguments: Mapping[str, Any]) -> Tensor:
@@ -180,28 +174,28 @@ class Reactivation(Run):
         """``[B, n]`` bool, the visual tokens that the layers behind see."""
         assert self._candidates is not None
         figures = {name: x.to(device) for name, x in self._figures.items()}
-        among = self._candidates.to(device)
-        return check_tensor(method, "recall()", method.recall(figures, among, count), "bool", among.shape, among)
+        seen = self._candidates.to(device)
+        return check_tensor(method, "recall()", method.recall(figures, seen, count), "bool", seen.shape, seen)
 
 
 def _arguments(back: Parked, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of the layers for the tokens that come ``back`` and the new ones, whose own are in ``kwargs``."""
     rows, planes = len(back.places), back.planes
-    made: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if (given := kwargs.get("position_embeddings")) is not None:
         pairs = zip((planes["cos"], planes["sin"]), given, strict=True)
-        made["position_embeddings"] = tuple(
+        arguments["position_embeddings"] = tuple(
             torch.cat([x.to(y.device), y.expand(rows, -1, -1)], dim=1) for x, y in pairs
         )
     if isinstance(given := kwargs.get("position_ids"), Tensor):
-        made["position_ids"] = None
+        arguments["position_ids"] = None
         if "positions" in planes:
             # text may be told on one axis what pictures are told on three
             parts = planes["positions"].to(given.device), _axes_last(given)
             axes = max(part.shape[-1] for part in parts)
             both = torch.cat([part.expand(rows, -1, axes) for part in parts], dim=1).permute(2, 0, 1)
-            made["position_ids"] = both[0] if axes == 1 and given.dim() == 2 else both
-    return made
+            arguments["position_ids"] = both[0] if axes == 1 and given.dim() == 2 else both
+    return arguments
 
 
 def _by_place(index: KeyIndex, memory: ReactivationMemory, device: torch.device) -> tuple[Tensor, int]:

@@ -34,19 +34,16 @@ class PrepareLayers(Run):
         self.figures: dict[type, dict[str, Tensor]] = {}
 
     def before_text(self, text: TextInputs) -> None:
-        """Called when the prompt was reduced and written."""
+        """Prepare figures of the prompt, which was reduced and written."""
         prompt, embeds = self.prompt, text.embeds
         kinds = {type(stage.method) for stage in prompt.plan.stage_at_layer.values()}
         for kind in (kind for kind in kinds if kind.prepare.__func__ is not LayerMethod.prepare.__func__):  # type: ignore[attr-defined]
             with prompt.measured("selection", embeds.device), torch.no_grad():
-                chosen = prompt.chosen
-                visual = prompt.layout.visual.gather(1, chosen.clamp(min=0)) & (chosen >= 0)
-                seen, words, slots = to_device_packed(
-                    embeds.device, visual, (chosen >= 0) & ~visual, prompt.slots(chosen)
-                )
-                made = kind.prepare(embeds, words.bool(), seen.bool())
-                made = check_figures(kind, "prepare()", made, embeds.shape[:2], embeds)
-                self.figures[kind] = {name: figures.gather(1, slots) for name, figures in made.items()}
+                slots = prompt.slots(prompt.chosen)
+                visual, text_, slots = to_device_packed(embeds.device, *prompt.kinds(prompt.chosen), slots)
+                prepared = kind.prepare(embeds, text_.bool(), visual.bool())
+                prepared = check_figures(kind, "prepare()", prepared, embeds.shape[:2], embeds)
+                self.figures[kind] = {name: figures.gather(1, slots) for name, figures in prepared.items()}
 
 
 class LayerTokens(Run):
@@ -90,17 +87,15 @@ class LayerTokens(Run):
         if stage is None or stage.method.looks_ahead or self.reducer.is_done(stage):
             return
         device, chosen = layer.query.device, chosen_of(prompt.phase(layer.number))
-        text = (chosen >= 0) & ~prompt.layout.visual.gather(1, chosen.clamp(min=0))
+        _, text = prompt.kinds(chosen)
         with prompt.measured("selection", device):
             prepared = {}
             if known := self.prepared.figures.get(type(stage.method)):
                 at = chosen.clamp(min=0).to(device, non_blocking=True)
                 prepared = {name: figures.to(device).gather(1, at) for name, figures in known.items()}
-            there = text.to(device, non_blocking=True)
-            seen = figures_of(
-                stage.method,
-                LayerAttention(layer.query, layer.key, layer.visible, layer.scaling, there, text, prepared),
-            )
+            on_device = text.to(device, non_blocking=True)
+            attention = LayerAttention(layer.query, layer.key, layer.visible, layer.scaling, on_device, text, prepared)
+            seen = figures_of(stage.method, attention)
         self._looked = {name: figures[:, -layer.query.shape[2] :] for name, figures in seen.items()}
 
     def finish(self) -> None:
@@ -121,13 +116,13 @@ class LayerTokens(Run):
         """Run the method at layer ``number``: the tokens it drops are gone from here on."""
         prompt = self.prompt
         slots = prompt.slots(prompt.chosen)
-        made = self.reducer.reduce(stage, hidden, slots, self._looked, number)
+        reduction = self.reducer.reduce(stage, hidden, slots, self._looked, number)
         previous = {**arguments, **prompt.arguments[-1].replaced}
         if keep := self.keep_dropped.get(stage.number):
-            keep(number, made, hidden, slots, previous)
-        if made.is_identity:
+            keep(number, reduction, hidden, slots, previous)
+        if reduction.is_identity:
             return hidden
-        chosen, padded = prompt.compacted(made.kept)
+        chosen, padded = prompt.compacted(reduction.kept)
         slots, places = to_device_packed(hidden.device, slots, chosen.clamp(min=0))
         at = slots.gather(1, places)
         replaced: dict[str, Any] = {}
@@ -140,13 +135,11 @@ class LayerTokens(Run):
             positions = previous["position_ids"]
             # GLM-4.5V shows its layers all three axes
             axes = positions.shape[:-2]
-            there = at.to(positions.device).expand(*axes, -1, -1)
-            replaced["position_ids"] = positions.expand(*axes, len(hidden), -1).gather(-1, there)
+            rows = positions.expand(*axes, len(hidden), -1)
+            replaced["position_ids"] = rows.gather(-1, at.to(positions.device).expand(*axes, -1, -1))
         prompt.begin(number, chosen, padded, hidden.device, **replaced)
-        counted = prompt.stats.layer_tokens
-        left = int((made.kept & prompt.layout.visual).sum())
-        counted[number:] = [left] * (len(counted) - number)
-        if made.links is None:
+        prompt.count_left(number)
+        if reduction.links is None:
             return rows_at(hidden, at)
         # merged where the tokens stand in the prompt; what stands at places that are gone is not looked at
-        return rows_at(made.substitute(rows_at(hidden, slots)), places)
+        return rows_at(reduction.substitute(rows_at(hidden, slots)), places)

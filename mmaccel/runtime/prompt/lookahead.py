@@ -43,9 +43,8 @@ def _attention(
     if preview.found is None:
         raise RuntimeError(f"layer {layer} was not reached")
     query, key, scaling = preview.found
-    real = chosen >= 0
-    text = real & ~prompt.layout.visual.gather(1, chosen.clamp(min=0))
-    there, spoken = (x.bool() for x in to_device_packed(query.device, real, text))
+    real, (_, text) = chosen >= 0, prompt.kinds(chosen)
+    valid, spoken = (x.bool() for x in to_device_packed(query.device, real, text))
     sees = None
     together = prompt.bidirectional if call.plan.family.is_bidirectional(layer) else None
     if together is not None or not bool(real.all()):
@@ -53,7 +52,7 @@ def _attention(
         if together is not None:
             (numbers,) = to_device_packed(query.device, together.gather(1, chosen.clamp(min=0)))
             causal = causal | ((numbers[:, None] == numbers[..., None]) & (numbers[..., None] >= 0))
-        sees = (causal & there[:, None] & there[..., None])[:, None]
+        sees = (causal & valid[:, None] & valid[..., None])[:, None]
     return LayerAttention(query, key, sees, scaling, spoken)
 
 
@@ -95,9 +94,8 @@ def first_pass(
     embeds ``[B, S, D]`` and DeepStack's ``planes``, at all places; positions ``[..., B, S]``.
     """
     chosen, padded = prompt.compacted(prompt.total.kept)
-    device, there = embeds.device, chosen >= 0
-    visual = there & prompt.layout.visual.gather(1, chosen.clamp(min=0))
-    at, real, seen, slots = to_device_packed(device, chosen.clamp(min=0), there, visual, prompt.slots(chosen))
+    device, (visual, _) = embeds.device, prompt.kinds(chosen)
+    at, real, seen, slots = to_device_packed(device, chosen.clamp(min=0), chosen >= 0, visual, prompt.slots(chosen))
     rows = torch.arange(len(at), device=device)[:, None]
     given: dict[str, Any] = {
         "inputs_embeds": rows_at(embeds, at),

@@ -30,13 +30,7 @@ class Preview:
     def attend(
         self, number: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Called by the attention function of every layer.
-
-        Raises
-        ------
-        LayerReached
-            At the layer that was asked for.
-        """
+        """Called by the attention function of every layer; raises :class:`LayerReached` at the one that is looked at."""
         if number == self.layer:
             self.found = query, key, scaling
             raise LayerReached
@@ -47,11 +41,8 @@ class Preview:
 class TextBehind:
     """A text behind a prompt, which attends to all that the layers of the cache store and to itself, and is not stored.
 
-    Parameters
-    ----------
-    layers, stored_from : of the cache; and which of them belongs to a layer of the language model.
+    layers, stored_from : of the cache; and the number there of a layer of the language model.
     places : ``[B, n]`` long, the places of the text; -1 for padding.
-
     found : by the number of the layer in the cache, queries ``[B, Hq, n, D]``, keys and values ``[B, Hkv, n, D]`` of the text,
         behind RoPE.
     """

@@ -29,15 +29,15 @@ class WeighTokens(Run):
     def before_text(self, text: TextInputs) -> None:
         """Tell the cache the weights of the tokens that are left."""
         prompt, state, embeds = self.prompt, self.prompt.state, text.embeds
-        asked = prompt.plan.recipe.proportional
+        option = prompt.plan.recipe.proportional
         before = None if state is None else state.shared.weights
-        made = None if asked == "none" else _weights(prompt, embeds, text.planes, clips=asked == "all")
-        if made is None and before is None:
+        weights = None if option == "none" else _weights(prompt, embeds, text.planes, clips=option == "all")
+        if weights is None and before is None:
             return
-        if made is None:
-            made = embeds.new_zeros(embeds.shape[:2])
-        earlier = made[:, :0] if before is None else before.to(made.device)
-        prompt.incoming.weights = torch.cat([pad(earlier, (0, prompt.seen - earlier.shape[1])), made], dim=1)
+        if weights is None:
+            weights = embeds.new_zeros(embeds.shape[:2])
+        earlier = weights[:, :0] if before is None else before.to(weights.device)
+        prompt.incoming.weights = torch.cat([pad(earlier, (0, prompt.seen - earlier.shape[1])), weights], dim=1)
         if state is not None:
             state.shared.weights = prompt.incoming.weights
 
@@ -69,15 +69,15 @@ def represented_tokens(x: Tensor, valid: Tensor, kept: Tensor, width: int) -> Te
     width : the most that are kept of a row.
     """
     unit = normalize(x.float(), dim=-1).masked_fill(~valid[..., None], 0.0)
-    slots, there = leftmost(kept, width)
-    among = unit.gather(1, slots[..., None].expand(-1, -1, unit.shape[-1]))
-    first = first_copies(among, there)
+    slots, real = leftmost(kept, width)
+    kept_unit = unit.gather(1, slots[..., None].expand(-1, -1, unit.shape[-1]))
+    first = first_copies(kept_unit, real)
     near = torch.empty_like(valid, dtype=torch.long)
     step = max(1, _BLOCK // max(1, len(x) * width))
     for start in range(0, x.shape[1], step):
-        like = unit[:, start : start + step] @ among.transpose(1, 2)
+        like = unit[:, start : start + step] @ kept_unit.transpose(1, 2)
         if first is not None:
             like = like.gather(2, first[:, None].expand_as(like))
-        near[:, start : start + step] = like.masked_fill(~there[:, None], -torch.inf).argmax(-1)
+        near[:, start : start + step] = like.masked_fill(~real[:, None], -torch.inf).argmax(-1)
     near = slots.gather(1, of_first(near, first_copies(unit, valid)))
     return kept.float().scatter_add(1, near, (valid & ~kept).float())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..call.call import Call
-from ..call.forward import Prompt, StageResult, rows_at, to_device_packed
+from ..call.forward import Prompt, rows_at, to_device_packed
 from ..call.plan import ModelPlan
 from ..call.runs import Run, TextInputs
 from ..tower import patch_pruning, token_groups
@@ -55,11 +55,7 @@ class ReducePrompt(Run):
     runs_model = True
 
     def __init__(
-        self,
-        call: Call[ModelPlan],
-        prompt: Prompt,
-        reducer: TokenReducer,
-        look_first: Mapping[int, LookFirst],
+        self, call: Call[ModelPlan], prompt: Prompt, reducer: TokenReducer, look_first: Mapping[int, LookFirst]
     ) -> None:
         self.call, self.prompt, self.reducer, self.look_first = call, prompt, reducer, look_first
 
@@ -74,9 +70,8 @@ class ReducePrompt(Run):
             for stage in plan.projector:
                 look = self.look_first.get(stage.number)
                 looked = None if look is None else look(self.call, prompt, text)
-                made = self.reducer.reduce(stage, plan.family.entering(text.embeds, text.planes), None, looked)
-                text.embeds = made.substitute(text.embeds)
-                text.planes = [made.substitute(plane) for plane in text.planes]
+                reduction = self.reducer.reduce(stage, plan.family.entering(text.embeds, text.planes), None, looked)
+                text.substitute(reduction)
         if prompt.state is not None:
             prompt.first_time = prompt.state.shared.note_pictures(prompt.layout.visual, prompt.seen)
 
@@ -85,17 +80,16 @@ class ReducePrompt(Run):
         prompt, plan, outputs = self.prompt, self.prompt.plan, self.call.vision.outputs
         if plan.patches is not None:
             patch_pruning.leave_out(prompt, plan.patches, outputs)
-        found = token_groups.settle(plan, prompt.stats, prompt.layout, outputs, text.embeds)
-        if plan.encoder is None or found is None:
+        groups = token_groups.settle(plan, prompt.stats, prompt.layout, outputs, text.embeds)
+        if plan.encoder is None or groups is None:
             return
         # the tokens hold their merged values already; DeepStack features were taken while groups were smaller
-        merged, rest = found
+        merged, rest = groups
         text.planes = [merged.substitute(plane) for plane in text.planes]
         if rest is not None:
-            merged, text.embeds = merged.then(rest), rest.substitute(text.embeds)
-            text.planes = [rest.substitute(plane) for plane in text.planes]
-        prompt.total = merged.keeping(prompt.layout.valid & ~prompt.layout.visual)
-        prompt.history.append(StageResult(plan.encoder.number, 0, prompt.total))
+            merged = merged.then(rest)
+            text.substitute(rest)
+        prompt.reduced(plan.encoder.number, 0, merged.keeping(prompt.layout.valid & ~prompt.layout.visual))
 
 
 class WritePrompt(Run):
@@ -106,10 +100,7 @@ class WritePrompt(Run):
     """
 
     def __init__(
-        self,
-        prompt: Prompt,
-        reducer: TokenReducer,
-        cut: Callable[[Tensor, TextInputs], Tensor] | None,
+        self, prompt: Prompt, reducer: TokenReducer, cut: Callable[[Tensor, TextInputs], Tensor] | None
     ) -> None:
         self.prompt, self.reducer, self.cut = prompt, reducer, cut
 
@@ -139,19 +130,11 @@ class WritePrompt(Run):
 
 def _left(prompt: Prompt, chosen: Tensor, device: torch.device) -> CompactedPrompt:
     """Of the places ``chosen [B, q]`` on the CPU, -1 for padding."""
-    visual, real = prompt.layout.visual, prompt.layout.valid
-    at = chosen.clamp(min=0)
-    stays = visual.gather(1, at) & (chosen >= 0)
+    real, (visual, _) = prompt.layout.valid, prompt.kinds(chosen)
     last = (real * torch.arange(prompt.length)).argmax(1, keepdim=True)
-    at, rank, valid, last, spots = to_device_packed(
-        device,
-        at,
-        (chosen >= 0).cumsum(1) - 1,
-        real,
-        last,
-        stays.flatten().nonzero()[:, 0],
-    )
-    return CompactedPrompt(at, rank, valid.bool(), last, stays, spots)
+    rank, spots = (chosen >= 0).cumsum(1) - 1, visual.flatten().nonzero()[:, 0]
+    at, rank, valid, last, spots = to_device_packed(device, chosen.clamp(min=0), rank, real, last, spots)
+    return CompactedPrompt(at, rank, valid.bool(), last, visual, spots)
 
 
 def _positions(prompt: Prompt, left: CompactedPrompt, given: Tensor | None, device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ from ...errors import MmaccelError
 from ...method import LayerMethod, TokenBatch, TokenMethod
 from ...method.results import check_figures, check_reduction
 from ..call.call import VisionState
-from ..call.forward import Prompt, StageResult, rows_at, to_device_packed
+from ..call.forward import Prompt, rows_at, to_device_packed
 from ..call.plan import PlannedStage, record
 
 
@@ -47,12 +47,9 @@ class TokenReducer:
         """Run one method on the tokens that are left of the prompt, and note the result; returns its reduction in place
         coordinates ``[B, S]``.
 
-        Parameters
-        ----------
-        hidden : ``[B, q, D]``.
-        slots : ``[B, S]`` long on the CPU, where each place stands in ``hidden``; None when ``hidden`` is not compacted yet.
+        hidden : ``[B, q, D]``, the input of ``layer`` of the language model.
+        slots : ``[B, S]`` long on the CPU, the slot of each place in ``hidden``; None where ``hidden`` is not compacted yet.
         looked : figures per token that the method made of an attention, ``[B, q]``.
-        layer : the layer of the language model whose input ``hidden`` is.
         """
         prompt, method, total = self.prompt, stage.method, self.prompt.total
         whole = prompt.layout.units(method.unit)
@@ -65,21 +62,21 @@ class TokenReducer:
             if marks := check_figures(method, "marks()", method.marks(tokens), tokens.valid.shape, tokens.valid):
                 tokens = replace(tokens, signals={**tokens.signals, **marks})
                 self._marks |= by_place(marks, units, total.kept.shape)
-            made = checked(method, method.reduce(tokens, wanted), units.valid, count, tokens.features.shape[2])
-        _record(prompt, stage, int(present.sum()), int(count.sum()), made, again=len(left) > 1)
-        left.append(made.kept.sum(1))
-        made = made.relabel(units.places, units.row, total.kept.shape).keeping(total.kept & ~prompt.layout.visual)
-        if made.residual is not None:
-            self.residuals.append(made.residual)
-        prompt.total = total.then(made)
+            reduction = checked(method, method.reduce(tokens, wanted), units.valid, count, tokens.features.shape[2])
+        _record(prompt, stage, int(present.sum()), int(count.sum()), reduction, again=len(left) > 1)
+        left.append(reduction.kept.sum(1))
+        reduction = reduction.relabel(units.places, units.row, total.kept.shape)
+        reduction = reduction.keeping(total.kept & ~prompt.layout.visual)
+        if reduction.residual is not None:
+            self.residuals.append(reduction.residual)
         # figures per token, not its keys and features: this outlives the call
         figures = {
             name: x if x.dim() == 2 else x.sum(1)
             for name, x in tokens.signals.items()
             if x.dim() == 2 or "attention" in name
         }
-        prompt.history.append(StageResult(stage.number, layer, prompt.total, units, figures))
-        return made
+        prompt.reduced(stage.number, layer, total.then(reduction), units, figures)
+        return reduction
 
     def is_done(self, stage: PlannedStage[LayerMethod]) -> bool:
         """Whether a method inside the language model drops no more of the prompt."""
@@ -101,7 +98,7 @@ class TokenReducer:
         device, places = hidden.device, units.places.clamp(min=0)
         if method.last_norm:
             hidden = _normed(prompt, hidden)
-        found, rows, at, (entered, wanted) = gathered(
+        fields, rows, at, (entered, wanted) = gathered(
             units,
             hidden,
             units.row,
@@ -109,7 +106,7 @@ class TokenReducer:
             prompt.entered(whole) if prompt.incoming.phases else units.valid.sum(1),
             count,
         )
-        valid: Tensor = found["valid"]
+        valid: Tensor = fields["valid"]
         with without_autocast(device):
             taps = self.vision.taps
             signals = taps.signals(method.taps(), self.vision.outputs, units) if method.taps() else {}
@@ -119,17 +116,17 @@ class TokenReducer:
             (placed,) = to_device_packed(device, places)
             for name in known:
                 signals[name] = self._marks[name].to(device)[rows[:, None], placed].masked_fill(~valid, torch.nan)
-        words, there = None, None
+        words, words_valid = None, None
         of_words: dict[str, Tensor] = {}
         if method.needs_question:
-            words, there, of_words = _question(prompt, method, hidden, slots, rows, looked)
+            words, words_valid, of_words = _question(prompt, method, hidden, slots, rows, looked)
         if method.text_tower is not None:
             tower = prompt.plan.text_towers[method.text_tower]
             signals["patches"] = tower.project(signals["features"][:, 0].to(device))
         tokens = TokenBatch(
-            **found,
+            **fields,
             question=words,
-            question_valid=there,
+            question_valid=words_valid,
             question_signals=of_words,
             entered=entered,
             left=torch.stack(left, 1),
@@ -175,32 +172,32 @@ def gathered(
     )
     valid = real.bool()
     features = hidden[rows[:, None], at] * valid[..., None]
-    found = {"features": features, "valid": valid, "cells": cells, "grid": grid, "segment": segment, "tile": tile}
-    return {**found, "tiles": tiles}, rows, at, list(others)
+    fields = {"features": features, "valid": valid, "cells": cells, "grid": grid, "segment": segment, "tile": tile}
+    return {**fields, "tiles": tiles}, rows, at, list(others)
 
 
 def by_place(marks: dict[str, Tensor], units: Units, shape: torch.Size) -> dict[str, Tensor]:
     """Figures ``[N, n]`` of units at the places of the prompt, ``[B, S]``."""
     # what is no token goes behind all places
     at = (units.row[:, None] * shape[1] + units.places).masked_fill(~units.valid, shape.numel()).flatten()
-    found = {}
+    placed = {}
     for name, figures in marks.items():
         flat = torch.full((shape.numel() + 1,), torch.nan, device=figures.device)
         (onto,) = to_device_packed(figures.device, at)
-        found[name] = flat.scatter_(0, onto, figures.flatten())[:-1].view(shape)
-    return found
+        placed[name] = flat.scatter_(0, onto, figures.flatten())[:-1].view(shape)
+    return placed
 
 
 def _until(prompt: Prompt, whole: Units, units: Units) -> Tensor:
     """``[N, n]`` long on the CPU: the last frame of what was merged into each token of ``units``, which are left of
     ``whole``; -1 where nothing has a cell."""
     owner = prompt.total.owner()
-    here, rows = whole.valid, whole.row[:, None].expand_as(whole.valid)[whole.valid]
-    at = owner[rows, whole.places[here]]
+    valid, rows = whole.valid, whole.row[:, None].expand_as(whole.valid)[whole.valid]
+    at = owner[rows, whole.places[valid]]
     flows = at >= 0
     last = torch.full_like(owner, -1).flatten()
     places = (rows * owner.shape[1] + at)[flows]
-    last = last.scatter_reduce(0, places, whole.cells[..., 0][here][flows], "amax").view(owner.shape)
+    last = last.scatter_reduce(0, places, whole.cells[..., 0][valid][flows], "amax").view(owner.shape)
     return last[units.row[:, None], units.places.clamp(min=0)].masked_fill(~units.valid, -1)
 
 
@@ -219,10 +216,9 @@ def _question(
     asked = question(text, visual)
     if method.text_tower is not None:
         notes.append(f"{method.name}: the question as the text tower of {method.text_tower!r} reads it")
-        words = [prompt.plan.family.words(ids[mine]) for ids, mine in zip(prompt.ids, asked, strict=True)]
-        found, there = prompt.plan.text_towers[method.text_tower].embed(words, method.by_word)
-        found, there = found.to(hidden.device), there.to(hidden.device)
-        return found[rows], there[rows], {}
+        texts = [prompt.plan.family.words(ids[mine]) for ids, mine in zip(prompt.ids, asked, strict=True)]
+        words, valid = prompt.plan.text_towers[method.text_tower].embed(texts, method.by_word)
+        return words.to(hidden.device)[rows], valid.to(hidden.device)[rows], {}
     if method.site != "layers":
         notes.append(f"{method.name}: the question as the language model itself embeds it")
     chosen, _ = prompt.compacted(asked)
@@ -235,48 +231,47 @@ def _question(
 
 
 def _normed(prompt: Prompt, hidden: Tensor) -> Tensor:
-    """What the last norm of the language model makes of ``hidden``; layers may be spread over devices."""
+    """``hidden`` behind the last norm of the language model; layers may be spread over devices."""
     norm = prompt.plan.family.last_norm
-    made: Tensor = norm(hidden.to(next(norm.parameters()).device))
-    return made.to(hidden.device)
+    normed: Tensor = norm(hidden.to(next(norm.parameters()).device))
+    return normed.to(hidden.device)
 
 
-def checked(method: TokenMethod, made: Any, valid: Tensor, count: Tensor, width: int) -> Reduction:
+def checked(method: TokenMethod, returned: Any, valid: Tensor, count: Tensor, width: int) -> Reduction:
     """Check that a method returned a reduction of tokens of ``width`` channels that meets the budget; on the CPU."""
-    made = check_reduction(method, made, valid, width)
-    if made.residual is not None and method.site != "projector":
+    reduction = check_reduction(method, returned, valid, width)
+    if reduction.residual is not None and method.site != "projector":
         raise MmaccelError(
             f"Method {method.name!r} has a residual, which is added before the language model; make it a ProjectorMethod."
         )
-    kept = made.kept.sum(1)
-    empty = (kept == 0) & (count > 0)
-    over = kept != count if method.budget == "exact" else kept > count if method.budget == "at_most" else empty
-    if method.spreads:
-        over = empty
+    kept = reduction.kept.sum(1)
+    over = empty = (kept == 0) & (count > 0)
+    if not method.spreads and method.budget in ("exact", "at_most"):
+        over = kept != count if method.budget == "exact" else kept > count
     if bool((over | empty).any()):
         i = int((over | empty).nonzero()[0])
         raise MmaccelError(
             f"Method {method.name!r} has the budget class {method.budget!r} but kept {int(kept[i])} of "
             f"{int(valid[i].sum())} tokens where {int(count[i])} were resolved."
         )
-    return made
+    return reduction
 
 
 def _record(
-    prompt: Prompt, stage: PlannedStage[TokenMethod], there: int, resolved: int, made: Reduction, again: bool
+    prompt: Prompt, stage: PlannedStage[TokenMethod], present: int, resolved: int, reduction: Reduction, again: bool
 ) -> None:
-    """Add to the figures of a stage that ``resolved`` of ``there`` tokens were to stay; it may work ``again`` on a prompt."""
-    method, notes, left = stage.method, prompt.stats.notes, int(made.kept.sum())
+    """Add to the figures of a stage that ``resolved`` of ``present`` tokens were to stay; it may work ``again`` on a prompt."""
+    method, notes, left = stage.method, prompt.stats.notes, int(reduction.kept.sum())
     if again:
-        prompt.stats.stages[stage.number].tokens_kept += left - there
+        prompt.stats.stages[stage.number].tokens_kept += left - present
         return
+    decided = method.spreads or method.budget in ("adaptive", "none")
+    record(prompt.stats, stage, present, None if decided else resolved, left)
     if method.spreads:
-        record(prompt.stats, stage, there, None, left)
         return
-    record(prompt.stats, stage, there, None if method.budget in ("adaptive", "none") else resolved, left)
     if method.budget == "adaptive":
         notes.append(
-            f"{method.name} lets the content decide: of {there} visual tokens {resolved} were asked for, and {left} stay"
+            f"{method.name} lets the content decide: of {present} visual tokens {resolved} were asked for, and {left} stay"
         )
-    if left == there and len(prompt.plan.stages) > 1:
+    if left == present and len(prompt.plan.stages) > 1:
         notes.append(f"stage {stage.number} ({method.name}) left all {left} tokens that reached it")

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from ...core.budget import Retain, apportion, resolve
+from ...core.precision import without_autocast
 from ...method import EncoderMethod
 from ...method.refused import described, refuse
-from ..call.call import Call, current
+from ..call.call import Call, encoding
 from ..call.compact_tokens import Subsequence
 from ..call.plan import Plan, PlannedStage, record
 from ..call.vision_output import VisionOutput
@@ -36,14 +37,12 @@ def hook_features(plan: Plan, taps: Taps, hook: Callable[..., None]) -> None:
     """Let taps see the hidden states, and what an MLP adds to them, that they ask for."""
 
     def see(number: int, module: nn.Module, args: Any, output: Any) -> None:
-        call = current(plan)
-        if call is not None and call.vision.running is not None:
-            taps.see_features(call.vision.running, number, output[0] if isinstance(output, tuple) else output)
+        if (running := encoding(plan)) is not None:
+            taps.see_features(running[1], number, output[0] if isinstance(output, tuple) else output)
 
     def see_shift(number: int, module: nn.Module, args: Any, output: Any) -> None:
-        call = current(plan)
-        if call is not None and call.vision.running is not None:
-            taps.see_shift(call.vision.running, number, output)
+        if (running := encoding(plan)) is not None:
+            taps.see_shift(running[1], number, output)
 
     for number, layer in taps.layers_of("features"):
         hook(layer.register_forward_hook(functools.partial(see, number)))
@@ -53,15 +52,12 @@ def hook_features(plan: Plan, taps: Taps, hook: Callable[..., None]) -> None:
 
 def merged_of(encoded: VisionOutput | None) -> Merged | None:
     """The merge in the run of a tower, if there is one."""
-    found = None if encoded is None else encoded.merged
-    return found if isinstance(found, Merged) else None
+    return encoded.merged if encoded is not None and isinstance(encoded.merged, Merged) else None
 
 
 class EncoderMerging:
     """The hooks of an encoder-site method on the towers of one model.
 
-    Parameters
-    ----------
     stage : its method, and its budget where a call has no other: in front of a language model of the tokens of each picture or
         clip, else of the patches of each tile.
     hook : takes the handle of every hook as soon as it is registered, so that all can be removed whatever fails.
@@ -90,12 +86,11 @@ class EncoderMerging:
     # --- while the tower runs ---------------------------------------------------------------------------------
     def _enter(self, number: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = current(self.plan)
-            if call is None or call.vision.running is None:
+            if (running := encoding(self.plan)) is None:
                 return None
             hidden = args[0] if args else kwargs["hidden_states"]
             if number == 0:
-                call.vision.running.merged = self._start(call, call.vision.running, hidden)
+                running[1].merged = self._start(*running, hidden)
             if (merged := self._merged()) is None:
                 return None
             merged.enter(self.layers.index(number) if number in self.layers else None)
@@ -152,23 +147,24 @@ class EncoderMerging:
 
     def _budget(self, sizes: list[int], retain: Retain) -> list[int]:
         """How many patches (or blocks that merge as one) of each frame or tile stay in the tower, of ``sizes``."""
-        total = sum(sizes)
+        budget = apportion(resolve(retain, sum(sizes)), sizes)
         if not self.language:
-            return apportion(resolve(retain, total), sizes)
+            return budget
         # a count is one of the whole picture, of which this may be a part
-        budget = zip(apportion(resolve(retain, total), sizes), sizes, strict=True)
-        return [max(kept, self.method.fewest(size, len(self.layers))) for kept, size in budget]
+        least = (self.method.fewest(size, len(self.layers)) for size in sizes)
+        return list(map(max, budget, least))
 
     def _merged(self) -> Merged | None:
-        call = current(self.plan)
-        return None if call is None else merged_of(call.vision.running)
+        running = encoding(self.plan)
+        return None if running is None else merged_of(running[1])
 
     def _between(self, depth: float) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
             merged = self._merged()
             if merged is None or merged.layer is None:
                 return None
-            return merged.merge(args[0], depth), *args[1:]
+            with without_autocast(args[0].device):
+                return merged.merge(args[0], depth), *args[1:]
 
         return hook
 

@@ -20,12 +20,11 @@ from ..call.call import current
 class Remembered:
     """Outputs of the vision towers for the pixels of one batch: features by modality, and every tap that was asked for.
 
-    A recipe that asks for a tap that none before it did makes the towers run once more, and so do other pixels, whose features
-    then take the place of those that were kept: what is answered from here is told by its content. Recipes that work inside
-    the towers, or work on pixels, cannot be answered from here: the first run as if nothing were remembered, with the others
-    :meth:`on` is not to be used.
+    A recipe that asks for a new tap makes the towers run once more, and so do other pixels (compared by content), whose
+    features replace the stored ones. Recipes that work inside the towers run as if nothing were stored; do not use :meth:`on`
+    with recipes that work on pixels.
 
-    given : what the towers were given, by modality. passes : how often they ran to fill it.
+    given : arguments of the towers, by modality. passes : how often they ran to fill it.
     """
 
     features: dict[Modality, Any] = field(default_factory=dict)
@@ -35,7 +34,7 @@ class Remembered:
 
     @contextmanager
     def on(self, family: Family) -> Iterator[None]:
-        """Inside, a model of this family answers from here; to be entered before the model is accelerated."""
+        """Inside, a model of this family takes features from here; enter it before the model is accelerated."""
         inner = family.inner
         named = {f"get_{modality}_features": modality for modality in family.modalities}
         if not all(hasattr(inner, name) for name in named):
@@ -54,13 +53,12 @@ class Remembered:
     def _answering(self, modality: Modality, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def features(*args: Any, **kwargs: Any) -> Any:
-            call = current()
-            encoded = call.vision.running if call is not None else None
-            if call is not None and call.plan.in_towers:
-                return original(*args, **kwargs)
-            wanted = set()
-            if call is not None and encoded is not None:
-                wanted = {(kind, layer) for layer, kinds in call.vision.taps.layers.items() for kind in kinds}
+            call, encoded, wanted = current(), None, set[tuple[str, int]]()
+            if call is not None:
+                if call.plan.in_towers:
+                    return original(*args, **kwargs)
+                if (encoded := call.vision.running) is not None:
+                    wanted = {(kind, layer) for layer, kinds in call.vision.taps.layers.items() for kind in kinds}
             if not _equal(self.given.get(modality), (args, kwargs)):
                 self.features.pop(modality, None)
                 self.taps[modality] = {}
@@ -82,13 +80,10 @@ class Remembered:
 def _equal(one: Any, other: Any) -> bool:
     """Whether two arguments of a tower have the same content."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-        return one is other or (alike and torch.equal(one, other))
+        same_shape = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+        return one is other or (same_shape and torch.equal(one, other))
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(_equal, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
     return type(one) is type(other) and bool(one == other)
-
-
-__all__ = ["Remembered"]

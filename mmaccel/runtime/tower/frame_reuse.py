@@ -23,20 +23,15 @@ from ...families.base import clip_frames
 from ...families.tower import Towers
 from ...method import ReuseMethod
 from ...method.results import check_slots, check_tensor
-from ..call.call import current
+from ..call.call import encoding
 from ..call.plan import ModelPlan, record
 from ..call.vision_output import VisionOutput
 from .reused_frames import Frames
 
 
 class LayerParts:
-    """A pre-norm layer, part by part; its attention has one projection for queries, keys and values, or one for each.
-
-    Raises
-    ------
-    UnsupportedError
-        If it is built in another way.
-    """
+    """A pre-norm layer, part by part; its attention has one projection for queries, keys and values, or one for each. Layers
+    that are built in another way are refused."""
 
     def __init__(self, towers: Towers, layer: nn.Module) -> None:
         self.attention: Any = towers.attention_of(layer)
@@ -46,17 +41,14 @@ class LayerParts:
         split = next((names for names in named if all(hasattr(self.attention, name) for name in names)), None)
         norms = [getattr(self.attention, name, None) for name in ("q_norm", "k_norm")]
         self.norms: list[Any] = [] if norms[0] is None else norms
-        if (self.fused is None and split is None) or not self._by_head():
+        by_head = all(len(norm.weight) == getattr(self.attention, "head_dim", 0) for norm in self.norms)
+        if (self.fused is None and split is None) or not by_head:
             raise UnsupportedError(
                 f"The layers of the vision tower of {towers.name} cannot be taken apart, so nothing is reused between frames; "
                 "use 'stc-pruner' or another method behind the tower."
             )
         self.split: list[Any] = [] if split is None else [getattr(self.attention, name) for name in split[:3]]
         self.out: Any = self.attention.proj if split is None else getattr(self.attention, split[3])
-
-    def _by_head(self) -> bool:
-        """Whether queries and keys are normalised head by head, if at all."""
-        return all(len(norm.weight) == getattr(self.attention, "head_dim", 0) for norm in self.norms)
 
     @contextmanager
     def watched(self) -> Iterator[dict[nn.Module, Tensor]]:
@@ -65,8 +57,8 @@ class LayerParts:
         seen: dict[nn.Module, Tensor] = {}
 
         def note(module: nn.Module, args: Any, output: Any) -> None:
-            made = output[0] if isinstance(output, tuple) else output
-            seen[module] = made.reshape(-1, made.shape[-1])
+            hidden = output[0] if isinstance(output, tuple) else output
+            seen[module] = hidden.reshape(-1, hidden.shape[-1])
 
         with ExitStack() as held:
             for module in (*projections, self.attention, self.mlp):
@@ -83,14 +75,14 @@ class LayerParts:
     def project(self, hidden: Tensor, part: int) -> Tensor:
         """Queries (0), keys (1) or values (2) of ``hidden [N, T, C]``."""
         if self.fused is None:
-            made: Tensor = self.split[part](hidden)
+            projected: Tensor = self.split[part](hidden)
         elif type(self.fused) is nn.Linear and "forward" not in vars(self.fused):
             weight, bias = self.fused.weight.chunk(3)[part], self.fused.bias
-            made = functional.linear(hidden, weight, None if bias is None else bias.chunk(3)[part])
+            projected = functional.linear(hidden, weight, None if bias is None else bias.chunk(3)[part])
         else:
             # packed, adapted, or loaded when it is called: nothing is known of its weight
-            made = self.fused(hidden).chunk(3, dim=-1)[part]
-        return made
+            projected = self.fused(hidden).chunk(3, dim=-1)[part]
+        return projected
 
     def attend(
         self,
@@ -108,8 +100,8 @@ class LayerParts:
         if rotary is not None:
             query, key = _rotated(query, *rotary[0]), _rotated(key, *rotary[1])
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        made = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        projected: Tensor = self.out(made.transpose(1, 2).flatten(2))
+        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        projected: Tensor = self.out(attended.transpose(1, 2).flatten(2))
         return projected
 
 
@@ -120,12 +112,7 @@ class _Reused:
 
 
 class FrameReuse:
-    """Reuse in the towers of one model: the forward of every layer is wrapped.
-
-    Parameters
-    ----------
-    wrap : replaces a method of an instance such that it can be undone.
-    """
+    """Reuse in the towers of one model: ``wrap`` replaces the forward of every layer such that it can be undone."""
 
     def __init__(self, plan: ModelPlan, wrap: Callable[[Any, str, Callable[[Any], Any]], None]) -> None:
         self.plan, self.family = plan, plan.family
@@ -136,10 +123,10 @@ class FrameReuse:
     def _forward(self, number: int, layer: LayerParts, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            call = current(self.plan)
-            if call is None or call.vision.running is None or (stage := call.plan.reuse) is None:
+            if (running := encoding(self.plan)) is None or (stage := running[0].plan.reuse) is None:
                 return original(*args, **kwargs)
-            encoded, reuse = call.vision.running, call.state(_Reused)
+            call, encoded = running
+            reuse = call.state(_Reused)
             hidden, rest = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
             if number == 0:
                 reuse.frames = Frames.of(stage.method, self._clips(encoded, hidden), hidden.device)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from ...core.masks import true_first
-from ...core.precision import without_autocast
 from ...core.reduction import Reduction, segment_sum
 from ...errors import MmaccelError, UnsupportedError
 from ...method import EncoderMethod, EncoderTokens
@@ -37,6 +38,7 @@ class Flow:
         return (y.float() / self.total.clamp(min=1e-6)).to(y.dtype)[self.group]
 
 
+@dataclass(eq=False)
 class Run:
     """Tiles or frames of one size and one budget, matched together.
 
@@ -44,8 +46,8 @@ class Run:
     plan : how many entries each merging layer removes.
     """
 
-    def __init__(self, slots: Tensor, plan: list[int]) -> None:
-        self.slots, self.plan = slots, plan
+    slots: Tensor
+    plan: list[int]
 
 
 class Merged(CompactTokens):
@@ -92,11 +94,7 @@ class Merged(CompactTokens):
         return mask
 
     def merge(self, hidden: Tensor, depth: float) -> Tensor:
-        """Decide what is merged in this layer, and merge the sums behind its attention, ``[tiles, T, C]`` or ``[S, C]``."""
-        with without_autocast(hidden.device):
-            return self._merge(hidden, depth)
-
-    def _merge(self, hidden: Tensor, depth: float) -> Tensor:
+        """Choose and merge tokens of the sums behind a layer's attention, ``[tiles, T, C]`` or ``[S, C]``."""
         assert self.layer is not None
         keys, tokens = torch.cat(self._keys), len(self.place)
         attention = torch.cat(self._attention) if self._attention else None
@@ -120,9 +118,9 @@ class Merged(CompactTokens):
             stays.append(true_first(into == entry)[:, : slots.shape[1] - remove])
             kept -= slots.shape[0] * remove * slots.shape[2]
         left = target == torch.arange(tokens, device=target.device)
-        if (found := int(left.sum())) != kept:
+        if (count := int(left.sum())) != kept:
             raise MmaccelError(
-                f"Method {self.method.name!r} left {found} tokens in the tower where {kept} were to stay."
+                f"Method {self.method.name!r} left {count} tokens in the tower where {kept} were to stay."
             )
         rank = left.cumsum(0) - 1
         self.flow = Flow(rank[target], weight, kept)

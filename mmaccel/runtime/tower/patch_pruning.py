@@ -21,9 +21,9 @@ from ...core.reduction import Reduction
 from ...errors import MmaccelError, UnsupportedError
 from ...method import PatchMethod
 from ...method.results import check_tensor
-from ..call.call import Call, current
+from ..call.call import encoding
 from ..call.compact_tokens import CompactTokens, Subsequence
-from ..call.forward import Prompt, StageResult
+from ..call.forward import Prompt
 from ..call.plan import ModelPlan, PlannedStage, record
 from ..call.vision_output import VisionOutput
 from .token_groups import targets
@@ -92,8 +92,6 @@ class Pruned(CompactTokens):
 class PatchPruning:
     """The hooks of a method in front of the towers of one model.
 
-    Parameters
-    ----------
     hook : takes the handle of every hook as soon as it is registered, so that all can be removed whatever fails.
     """
 
@@ -109,29 +107,29 @@ class PatchPruning:
             hook(*(reader.register_forward_pre_hook(self._full) for reader in self.family.readers(tower)))
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = current(self.plan)
-        if call is None or call.vision.running is None or (stage := call.plan.patches) is None:
+        if (running := encoding(self.plan)) is None or (stage := running[0].plan.patches) is None:
             return
+        call, encoded = running
         names = ("pixel_values", "hidden_states")
         pixels = args[0] if args else next(kwargs[name] for name in names if name in kwargs)
         with call.stats.clock.measure("selection", pixels.device), torch.no_grad(), without_autocast(pixels.device):
-            call.vision.running.merged = self._chosen(stage.method, call.vision.running, pixels)
+            encoded.merged = self._chosen(stage.method, encoded, pixels)
 
     def _chosen(self, method: PatchMethod, encoded: VisionOutput, pixels: Tensor) -> Pruned | None:
-        """What is encoded of ``pixels``, as the tower is given them; None if everything is."""
+        """The patches of ``pixels``, as the tower is given them, that are encoded; None if all are."""
         groups = self.family.unit_pixels(encoded, pixels)
         target = torch.arange(sum(places.numel() for _, places in groups), device=pixels.device)
         kept = len(target)
         for values, places in groups:
             shape = values.shape[0], values.shape[1] * values.shape[2]
-            made = check_tensor(method, "predict()", method.predict(values), "integer", shape, values)
-            inside = made.clamp(0, shape[1] - 1)
-            if not bool(((inside == made) & (inside.gather(1, inside) == made)).all()):
+            sources = check_tensor(method, "predict()", method.predict(values), "integer", shape, values)
+            inside = sources.clamp(0, shape[1] - 1)
+            if not bool(((inside == sources) & (inside.gather(1, inside) == sources)).all()):
                 raise MmaccelError(
                     f"Method {method.name!r} must give [{shape[0]}, {shape[1]}] slots, each of which is its own or one that is."
                 )
-            kept -= places.shape[2] * int((made != torch.arange(shape[1], device=made.device)).sum())
-            target[places] = places.gather(1, made[..., None].expand_as(places))
+            kept -= places.shape[2] * int((sources != torch.arange(shape[1], device=sources.device)).sum())
+            target[places] = places.gather(1, sources[..., None].expand_as(places))
         if kept == len(target):
             return None
         order, cls = self.family.tower_order(encoded), int(self.family.has_cls)
@@ -151,11 +149,8 @@ class PatchPruning:
         return Pruned(torch.cat([own.expand(-1, cls), target], 1).flatten(), cls, len(pixels), packed)
 
     def _pruned(self) -> Pruned | None:
-        call: Call[ModelPlan] | None = current(self.plan)
-        if call is None or call.vision.running is None or call.plan.patches is None:
-            return None
-        found = call.vision.running.merged
-        return found if isinstance(found, Pruned) else None
+        running = encoding(self.plan)
+        return running[1].merged if running is not None and isinstance(running[1].merged, Pruned) else None
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pruned = self._pruned()
@@ -187,5 +182,4 @@ def leave_out(prompt: Prompt, stage: PlannedStage[PatchMethod], outputs: Mapping
     target = targets(prompt.plan.towers, layout, outputs)
     stays = (target == torch.arange(target.shape[1])) & layout.visual
     record(prompt.stats, stage, int(layout.visual.sum()), None, int(stays.sum()))
-    prompt.total = Reduction(stays | (layout.valid & ~layout.visual), layout.valid)
-    prompt.history.append(StageResult(stage.number, 0, prompt.total))
+    prompt.reduced(stage.number, 0, Reduction(stays | (layout.valid & ~layout.visual), layout.valid))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,15 +14,17 @@ from ...method.refused import described, refuse
 from ..call.compact_tokens import Subsequence
 
 
+@dataclass(frozen=True, eq=False)
 class Frames:
     """The frames of a run, whose tokens are counted in one flat sequence.
 
-    count : how many frames. whole : the tokens of those that are computed whole.
-    groups : of each size of other frames their tokens ``[N, T]`` long, and where those of their references are in ``whole``.
+    count : of frames. whole : the tokens of those that are computed whole.
+    groups : of each size of other frames their tokens ``[N, T]`` long, and the slots of their references' in ``whole``.
     """
 
-    def __init__(self, count: int, whole: Tensor, groups: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self.count, self.whole, self.groups = count, Subsequence(whole), groups
+    count: int
+    whole: Subsequence
+    groups: Sequence[tuple[Tensor, Tensor]]
 
     @staticmethod
     def of(method: ReuseMethod, clips: Sequence[Sequence[int]], device: torch.device) -> Frames | None:
@@ -31,8 +34,8 @@ class Frames:
         start = kept = 0
         for sizes in clips:
             references, places = method.references(len(sizes)), dict[int, Tensor]()
-            told = isinstance(references, Sequence) and all(type(at) is int for at in references)
-            if not told or len(references) != len(sizes):
+            numbers = isinstance(references, Sequence) and all(type(at) is int for at in references)
+            if not numbers or len(references) != len(sizes):
                 refuse(method, "references()", described(references), f"a list of {len(sizes)} frames, by number")
             if any(not 0 <= at <= frame or references[at] != at for frame, at in enumerate(references)):
                 raise MmaccelError(
@@ -53,4 +56,4 @@ class Frames:
             (torch.stack([tokens for tokens, _ in pairs]).to(device), torch.stack([at for _, at in pairs]).to(device))
             for pairs in others.values()
         ]
-        return Frames(sum(map(len, clips)), torch.cat(whole).to(device), groups)
+        return Frames(sum(map(len, clips)), Subsequence(torch.cat(whole).to(device)), groups)

@@ -17,12 +17,7 @@ BLOCK = 512
 
 
 class Taps:
-    """The taps of one accelerated model. Inert (no module is touched) when no method asks for anything.
-
-    Parameters
-    ----------
-    wanted : what the recipe's methods ask for.
-    """
+    """The taps of one accelerated model, ``wanted`` by the recipe's methods. Inert (no module is touched) without any."""
 
     def __init__(self, towers: Towers, wanted: Sequence[Tap]) -> None:
         self.towers = towers
@@ -62,36 +57,38 @@ class Taps:
 
         Merged tokens weigh as many patches as they represent (proportional attention).
         """
-        number = self.numbers.get(id(module))
+        number = self.numbers.get(id(module), -1)
         if encoded.merged is not None:
             mask = encoded.merged.attention(query, key, mask, scaling)
         real = None if encoded.merged is None else encoded.merged.real
         cls = int(self.towers.has_cls)
-        for kind in sorted(self.layers.get(number, ()) if number is not None else ()):
+        for kind in sorted(self.layers.get(number, ())):
             if kind == "cls_attention":
                 logits = (query[:, :, :1].float() @ key.float().transpose(-1, -2)) * scaling
                 logits = logits if mask is None else logits + additive(mask)[:, :, :1]
-                self._put(encoded, kind, number, logits.softmax(-1).mean(1)[:, 0, cls:])
+                values = logits.softmax(-1).mean(1)[:, 0]
             elif kind == "cls_attention_unsplit":
                 # one head as wide as the tower: products add up over heads
                 logits = torch.einsum("nhd,nhtd->nt", query[:, :, 0].float(), key.float())
                 logits = logits * (key.shape[1] * key.shape[3]) ** -0.5
                 logits = logits if mask is None else logits + additive(mask)[:, 0, 0]
-                self._put(encoded, kind, number, logits.softmax(-1)[:, cls:])
-            elif kind == "keys_unsplit":
-                self._put(encoded, kind, number, key.transpose(1, 2).flatten(2)[:, cls:])
+                values = logits.softmax(-1)
             elif kind == "received_attention":
-                self._put(encoded, kind, number, received_attention(query, key, mask, scaling, real=real)[:, cls:])
+                values = received_attention(query, key, mask, scaling, real=real)
             elif kind == "patch_attention":
                 rows = None if real is None else real[:, cls:]
-                found = received_attention(query[:, :, cls:], key, mask, scaling, first=cls, real=rows)
-                self._put(encoded, kind, number, found[:, cls:])
+                values = received_attention(query[:, :, cls:], key, mask, scaling, first=cls, real=rows)
+            elif kind == "keys_unsplit":
+                values = key.transpose(1, 2).flatten(2)
             elif kind == "keys":
-                self._put(encoded, kind, number, key.mean(1)[:, cls:])
+                values = key.mean(1)
+            else:
+                continue
+            self._put(encoded, kind, number, values[:, cls:])
         return mask
 
-    def _put(self, encoded: VisionOutput, kind: str, number: int | None, values: Tensor) -> None:
-        tap = kind, int(number or 0)
+    def _put(self, encoded: VisionOutput, kind: str, number: int, values: Tensor) -> None:
+        tap = kind, number
         full = values if encoded.merged is None else encoded.merged.restore(tap, values)
         if full is not None:
             encoded.taps.setdefault(tap, []).append(full)
@@ -100,7 +97,7 @@ class Taps:
         self, wanted: Sequence[Tap], encoded: Mapping[Modality, VisionOutput], units: Units
     ) -> dict[str, Tensor]:
         """The taps of one method per unit, ``[N, layers, n, ...]`` float32; NaN without a source."""
-        out: dict[str, Tensor] = {}
+        signals: dict[str, Tensor] = {}
         for tap in wanted:
             stack = []
             for layer in tap.layers:
@@ -120,8 +117,8 @@ class Taps:
                 values = flat[at]
                 nothing = (source < 0).to(flat.device, non_blocking=True).view(*source.shape, *[1] * (values.dim() - 2))
                 stack.append(values.masked_fill(nothing, torch.nan))
-            out[tap.kind] = torch.stack(stack, dim=1)
-        return out
+            signals[tap.kind] = torch.stack(stack, dim=1)
+        return signals
 
 
 def additive(mask: Tensor) -> Tensor:
