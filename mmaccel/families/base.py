@@ -20,7 +20,7 @@ from .tower import EncoderCall, ModelTowers
 JOINED = "is read behind several layers, whose tokens must be the same"
 #: why layers cannot read parts of a prompt apart where some have windows
 WINDOWS = "has sliding windows, which count places of the whole prompt"
-#: the same where tokens look ahead, and why none can come back then
+#: the same for prompts whose tokens look ahead, which also keeps dropped ones from coming back
 BOTH_WAYS = "lets tokens of a prompt attend to each other both ways"
 #: text models whose RoPE turns neighbours instead of halves, leaves layers or channels out, or differs between layers
 _OTHER_ROPE = (

@@ -26,10 +26,8 @@ class ShortConvolutions(Stateful):
 
 
 class Lfm2VL(ShortConvolutions, TiledByText):
-    """A convolution sees the two tokens before its own, and these are its state. What is dropped before it has never been there
-    for it. With a processor, tiles between which only marks of places stand are one picture; without it, or without marks,
-    every tile is a picture.
-    """
+    """A convolution sees the two tokens before its own, and these are its state. With a processor, tiles with nothing but marks
+    of places between them are one picture; without it, or without marks, every tile is a picture."""
 
     name = "lfm2_vl"
     model_types = ("lfm2_vl",)

@@ -37,7 +37,7 @@ class Molmo2(Family):
 
     @property
     def _stretched(self) -> list[bool]:
-        """Of every layer of the language model, whether its RoPE is."""
+        """Whether the RoPE of each layer of the language model is stretched."""
         text = self.config.text_config
         return [layer in text.rope_scaling_layers for layer in range(text.num_hidden_layers)]
 

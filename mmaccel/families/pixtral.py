@@ -39,7 +39,7 @@ class Mistral3(Family):
         return [[(height // patch, width // patch)] for height, width in torch.as_tensor(given).tolist()]
 
     def units(self, encoded: EncoderCall, patches: int, width: int | None = None) -> Tensor:
-        """The blocks that the patch merger joins; what is left of a row or column that is no whole block is in none."""
+        """The blocks that the patch merger joins, without the rest of rows and columns that is less than a block."""
         assert width is not None
         m, height = self.merge, patches // width
         whole = torch.arange(patches).view(height, width)[: height // m * m, : width // m * m]

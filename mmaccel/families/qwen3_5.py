@@ -7,10 +7,8 @@ from .stateful import Stateful
 
 
 class Qwen35(Stateful, Qwen2VL):
-    """Three of four layers are gated delta nets: a short convolution and a recurrent state, which a token passes on its way.
-    What is dropped before such a layer has never been there for it; what is dropped behind it stays in its state. Prompts are
-    those of Qwen3-VL, without DeepStack; RoPE turns a quarter of each head.
-    """
+    """Three of four layers are gated delta nets, a short convolution and a recurrent state (see :class:`.stateful.Stateful`).
+    Prompts are those of Qwen3-VL, without DeepStack; RoPE turns a quarter of each head."""
 
     name = "qwen3_5"
     model_types = ("qwen3_5",)

@@ -56,13 +56,13 @@ class Qwen25VL(Qwen2VL):
         """Order of tokens in the tower's sequence: windows in raster order, cells in raster order in
         each; one tensor a picture."""
         side = self.vision.window_size // self.merge // self.vision.patch_size
-        offset, out = 0, []
+        offset, orders = 0, []
         for t, h, w in self.grids(modality, encoded):
             frame, row, col = torch.cartesian_prod(torch.arange(t), torch.arange(h), torch.arange(w)).view(-1, 3).T
             window = (frame * -(-h // side) + row // side) * -(-w // side) + col // side
-            out.append(offset + window.argsort(stable=True))
+            orders.append(offset + window.argsort(stable=True))
             offset += t * h * w
-        return out
+        return orders
 
 
 class Qwen3VL(Qwen2VL):

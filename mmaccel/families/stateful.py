@@ -63,12 +63,12 @@ def _row_by_row(
         if call is None or attention_mask is None or not getattr(layer, "begun", False):
             return original(hidden_states, attention_mask=attention_mask, **kwargs)
         assert layer is not None
-        out = torch.zeros_like(hidden_states)
+        states = torch.zeros_like(hidden_states)
         for row, real in enumerate(attention_mask.bool().cpu()):
             if bool(real.any()):
                 tokens = real.to(hidden_states.device)
                 with layer.of_row(row):
-                    out[row, tokens] = original(hidden_states[row, tokens][None], **kwargs)[0]
-        return out
+                    states[row, tokens] = original(hidden_states[row, tokens][None], **kwargs)[0]
+        return states
 
     return forward

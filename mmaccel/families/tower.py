@@ -130,7 +130,7 @@ class Towers(ABC):
 class ModelTowers(Towers):
     """The towers of a vision-language model; by default one, of equal square tiles."""
 
-    #: the whole model and the one inside its head, None of a description; the processor, if there is one
+    #: the whole model and the one inside its head, None for a description; the processor, or None
     config: Any
     inner: Any
     processor: Any

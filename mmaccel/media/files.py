@@ -55,7 +55,7 @@ def moves(path: Path) -> bool:
             with Image.open(path) as picture:
                 return bool(getattr(picture, "is_animated", False))
         except Exception:
-            # a broken one; it is told as a picture
+            # a broken one; loading it as a picture says so
             return False
     return kind in KINDS or (kind is None and path.suffix.lower() in SUFFIXES)
 

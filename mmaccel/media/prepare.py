@@ -190,8 +190,7 @@ def _video_hooks(cls: type, stages: Stages) -> dict[str, Any]:
         from transformers.utils import is_av_available, is_decord_available, is_torchcodec_available
         from transformers.video_utils import load_video
 
-        there = {"pyav": is_av_available(), "decord": is_decord_available()}
-        backend = next((name for name, usable in there.items() if usable), None)
+        backend = "pyav" if is_av_available() else "decord" if is_decord_available() else None
         try:
             if is_torchcodec_available() or backend is None:
                 return fetch(self, video_url_or_urls, sample_indices_fn=sample_indices_fn)
@@ -226,10 +225,10 @@ def _clip(clip: Any, metadata: Any, stages: Stages) -> tuple[Any, Any]:
 
 def _shown(method: FramesMethod, frames: np.ndarray, retain: float) -> np.ndarray:
     """The frames ``[T', H, W, 3]`` uint8 with which a method replaces ``frames``."""
-    made = method.clip(frames, retain)
-    if not isinstance(made, np.ndarray) or made.ndim != 4 or made.shape[3] != 3 or made.dtype != np.uint8:
-        refuse(method, "clip()", described(made), "a uint8 array of shape (frames, height, width, 3)")
-    return made
+    clip = method.clip(frames, retain)
+    if not isinstance(clip, np.ndarray) or clip.ndim != 4 or clip.shape[3] != 3 or clip.dtype != np.uint8:
+        refuse(method, "clip()", described(clip), "a uint8 array of shape (frames, height, width, 3)")
+    return clip
 
 
 def _as_frames(pixels: Any) -> tuple[np.ndarray, Callable[[np.ndarray], Any]]:
@@ -247,8 +246,8 @@ def _as_frames(pixels: Any) -> tuple[np.ndarray, Callable[[np.ndarray], Any]]:
     first = not grey and array.shape[-1] not in (1, 3, 4) and array.shape[1] in (1, 3, 4)
     if not grey and not first and array.shape[-1] not in (1, 3, 4):
         raise MmaccelError(f"Pixels of shape {tuple(array.shape[1:])} have no channel dimension of 1, 3 or 4.")
-    out = array[..., None] if grey else array.transpose(0, 2, 3, 1) if first else array
-    out, white = to_bytes(out, "A picture or clip")
+    frames = array[..., None] if grey else array.transpose(0, 2, 3, 1) if first else array
+    frames, white = to_bytes(frames, "A picture or clip")
     floating = np.issubdtype(array.dtype, np.floating)
 
     def back(frames: np.ndarray) -> Any:
@@ -260,7 +259,7 @@ def _as_frames(pixels: Any) -> tuple[np.ndarray, Callable[[np.ndarray], Any]]:
             return tensor.to(pixels.dtype) if floating else tensor
         return result
 
-    return np.ascontiguousarray(out), back
+    return np.ascontiguousarray(frames), back
 
 
 __all__ = ["load_picture", "prepare"]

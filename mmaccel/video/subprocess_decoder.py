@@ -37,7 +37,7 @@ from .in_process import Make, decode_in_process, empty
 from .readers import READERS
 from .readers.decord import DecordReader
 
-#: the package without its top module: what is there imports what recipes need, and a decoder needs none of it
+#: the package without its top module, whose imports a decoder does not need
 _START = (
     "import sys, types; top = types.ModuleType('mmaccel'); top.__path__ = [sys.argv[1]]; sys.modules['mmaccel'] = top; "
     "from mmaccel.video.subprocess_decoder import serve; serve()"
@@ -85,16 +85,16 @@ class _Child:
                 line = self.process.stdout.readline()
                 if not line.endswith(b"\n"):
                     raise _Ended
-                told = json.loads(line)
-                if "shape" in told:
+                message = json.loads(line)
+                if "shape" in message:
                     clock.pause()
-                    answer["frames"] = make(tuple(told["shape"]))
-                    clock.go_on()
+                    answer["frames"] = make(tuple(message["shape"]))
+                    clock.resume()
                     self._tell(_GO)
-                elif "at" in told:
-                    _receive(self.process.stdout, answer["frames"][told["at"]])
+                elif "at" in message:
+                    _receive(self.process.stdout, answer["frames"][message["at"]])
                 else:
-                    answer |= told
+                    answer |= message
         except (OSError, ValueError, KeyError, IndexError, _Ended):
             code = self.end()
             answer["ended"] = "late" if late.is_set() else signal.Signals(-code).name if code < 0 else f"status {code}"
@@ -111,7 +111,7 @@ class _Child:
         self.process.kill()
         for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
-                # what was not written yet is of no use
+                # bytes that are not written yet are lost
                 if pipe is not None:
                     pipe.close()
         return self.process.wait()
@@ -127,9 +127,9 @@ class _Clock:
 
     def __init__(self, seconds: float, stop: Callable[[], None]) -> None:
         self._left, self._stop = seconds, stop
-        self.go_on()
+        self.resume()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._since, self._timer = time.monotonic(), threading.Timer(max(0.0, self._left), self._stop)
         self._timer.daemon = True
         self._timer.start()
@@ -140,12 +140,9 @@ class _Clock:
 
 
 def _receive(pipe: IO[bytes], picture: np.ndarray) -> None:
-    view, at = picture.reshape(-1).data, 0
-    while at < len(view):
-        read = pipe.readinto(view[at:])  # type: ignore[attr-defined]
-        if not read:
-            raise _Ended
-        at += read
+    # a buffered pipe fills all of it, unless it ends
+    if pipe.readinto(picture.reshape(-1).data) < picture.size:  # type: ignore[attr-defined]
+        raise _Ended
 
 
 #: children that wait for work
@@ -185,8 +182,8 @@ def decode_in_subprocess(
     """Decode as :func:`~mmaccel.video.decode` does, in a child process; after a back end crashes twice the next one is
     tried.
 
-    Whatever else ended a child was no fault of this video: it is decoded by a fresh one. ``begun`` is told of every process
-    that is at work on it; ``make`` gives the array for its frames.
+    A child that ended for another reason is replaced by a fresh one, which decodes this video. ``begun`` is called with every
+    process that decodes it; ``make`` gives the array for its frames.
     """
     check_timeout(timeout)
     text = named(path)

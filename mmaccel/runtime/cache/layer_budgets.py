@@ -40,7 +40,7 @@ class Waiting:
 
 def prompt_budget(stage: CacheRules, layout: Layout, notes: list[str]) -> list[int]:
     """Keys that stay in each row in the mean over layers: the budgets of its pictures, resolved on their original counts,
-    summed; of all keys of the prompt where text and pictures share one budget. ``notes`` get what is kept whole."""
+    summed; of all keys of the prompt where text and pictures share one budget. ``notes`` name pictures that are kept whole."""
     if stage.retain is None:
         return layout.visual.sum(1).tolist()
     if stage.policy.joint:
@@ -115,8 +115,8 @@ def by_content(
 
 
 def _same_tokens(scores: list[Tensor], waiting: list[Waiting], row: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of a row the scores ``[n, Hkv, K]`` of layers that follow each other and have the same tokens and as many heads, and the
-    slots of those that compete."""
+    """Scores ``[n, Hkv, K]`` of one row in consecutive layers with the same tokens and numbers of heads, and the slots of the
+    keys that compete."""
     for _, same in groupby(zip(scores, waiting, strict=True), lambda one: (id(one[1].tokens), one[0].shape[1])):
         mine = list(same)
         yield torch.stack([x[row] for x, _ in mine]), mine[0][1].tokens.at[row]

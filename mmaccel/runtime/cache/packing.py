@@ -1,7 +1,7 @@
 """Packing: the codecs of a recipe in one forward of the text model.
 
 A layer is packed as soon as nothing is evicted from it any more, if the host knows how many tokens are due. Layers of which
-only the device knows wait for the end of the forward, and what is due of them is copied to the host together.
+only the device knows wait for the end of the forward, and their numbers of tokens are copied to the host together.
 
 While tokens are decoded, packing interrupts steps that are otherwise alike. So it is known beforehand which step is the next
 to pack (:attr:`mmaccel.kv.shared.Shared.pack_at`), and heads of a row that fill their pages at different steps do not have a
@@ -148,7 +148,7 @@ class PackKeys(Run):
         return [(group, replace(eligible, rows=rows)) for group, eligible in each if eligible is not None]
 
     def pack(self, number: int) -> None:
-        """Pack what is due of a layer, now or when the forward is over."""
+        """Pack the due tokens of a layer, now or when the forward is over."""
         layer, due = self.state.layers[number], self.due
         counts = [self._count(layer, group, eligible) for group, eligible in due]
         if any(count is None and not layer.few(*one) for count, one in zip(counts, due, strict=True)):
@@ -196,8 +196,8 @@ class PackKeys(Run):
         shared.pack_at = at
 
     def _count(self, layer: QuantisedLayer, group: TokenGroup, eligible: Eligible) -> Tensor | None:
-        """How many tokens of a layer are of a group and in full precision, ``[B, 1 or Hkv]`` long on the CPU; 0 in rows that
-        are not looked at; None where only the device knows."""
+        """Number of tokens of a layer that are of a group and in full precision, ``[B, 1 or Hkv]`` long on the CPU; 0 in rows
+        that are not looked at; None where only the device knows."""
         count = self._count_of_all(layer, group, eligible)
         return count if count is None or eligible.rows is None else count * eligible.rows[:, None]
 
@@ -210,7 +210,7 @@ class PackKeys(Run):
         if self.policy is not None:
             return self.policy.pictured.get(layer.number) if eligible.mask is forward.layout.visual else None
         if not eligible.others:
-            # what has come with this prompt is in full precision
+            # tokens of this prompt are in full precision
             return self._of_phase(layer.number, group, eligible.mask, True)
         if group.of == "all":
             apart = self._of_phase(layer.number, group, eligible.mask, False)

@@ -33,7 +33,7 @@ class RecallKeys(CachePolicy):
 
 
 class ReadKeys(CachePolicy):
-    """Every layer chooses what it reads, by its own query, before it attends."""
+    """Every layer chooses the keys that it reads, by its own query, before it attends."""
 
     def __init__(self, forward: Forward, stage: PlannedStage[ReadingPolicy], state: CacheState) -> None:
         super().__init__(forward, stage, state)

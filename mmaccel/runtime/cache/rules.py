@@ -44,8 +44,8 @@ class CacheRules:
         return outgoing_norm(values, weight.detach().unflatten(1, (-1, values.shape[3])))
 
     def evicting(self, together: LayerBatch, kept: Tensor, lengths: Tensor | None = None, old: int = 0) -> Asking:
-        """Evict, or merge, what is not ``kept [R, Hkv or 1, K]``; the first ``old`` slots take no part in a merge, nor do
-        keys that were packed: they would be quantised again. For ``lengths`` see :meth:`.layer.CompressedLayer.evict`."""
+        """Evict, or merge, the keys that are not ``kept [R, Hkv or 1, K]``; the first ``old`` slots take no part in a merge,
+        nor do packed keys, which would be quantised again. For ``lengths`` see :meth:`.layer.CompressedLayer.evict`."""
         asked = together.needed_on_host(kept)
         known = (yield asked) if asked else None
         how, decay = self.policy.choice("compact")

@@ -88,8 +88,8 @@ class Schedule:
 
     # --- all layers -------------------------------------------------------------------------------------------
     def catch_up(self, first_time: Tensor | None) -> None:
-        """Let the policy observe what is remembered: a prompt begins. Of rows that have a picture for the ``first_time``,
-        ``[B]`` bool on the CPU, nothing is known from before."""
+        """Let the policy observe the remembered queries: a prompt begins. Rows that have a picture for the ``first_time``,
+        ``[B]`` bool on the CPU, forget theirs."""
         for together in self._batches([layer for layer in self.state.layers if layer.schedule.unseen]):
             self._observe(together)
         if first_time is not None and bool(first_time.any()):
@@ -113,7 +113,7 @@ class Schedule:
         for together in self._batches([layer for layer in self.state.layers if layer.number in full]):
             room = torch.cat([full[layer.number] for layer in together.layers])
             if shrinking.begin(self._shrink(together, room)):
-                # what is looked at stays until the host knows what it asked for
+                # these copies are held until the host has the numbers that it asked for
                 held += sum(map(size, together.layers))
             if held > BYTES:
                 shrinking.finish()
@@ -121,8 +121,8 @@ class Schedule:
         shrinking.finish()
 
     def _room(self, layer: QuantisedLayer, pictured: Tensor | None) -> Tensor | None:
-        """How many keys each head of a layer may hold, ``[B, Hkv]`` long on the CPU; None if none holds more, or it is not time
-        to evict. Of rows for which it is not time it is what they hold."""
+        """Limit of keys of each head of a layer, ``[B, Hkv]`` long on the CPU; None if none holds more, or eviction is not due.
+        Rows in which it is not due may keep all that they hold."""
         policy, schedule = self.policy, layer.schedule
         if schedule.capacity is None or (pictured is None and layer.seen - min(schedule.evicted) < policy.every):
             return None
@@ -147,7 +147,7 @@ class Schedule:
         return batches(layers, self._kind, BYTES)
 
     def _kind(self, layer: QuantisedLayer) -> Hashable:
-        """What must be the same in layers that are rows of one batch."""
+        """Key that is equal in layers that are rows of one batch."""
         schedule = layer.schedule
         alone = layer.number if self.policy.by_layer else None
         return alone, schedule.unseen, tuple(x.shape for x in schedule.queries), schedule.scaling, schedule.window
@@ -166,7 +166,7 @@ class Schedule:
             layer.schedule.keep(self.policy.window)
 
     def _shrink(self, together: LayerBatch, room: Tensor) -> Asking:
-        """Of all that layers store, from whichever turn, keep the best ``room [R, Hkv]`` of every head."""
+        """Keep the best ``room [R, Hkv]`` of all keys that every head of some layers stores, from whichever turn."""
         self._observe(together)
         policy, held = self.policy, together.lengths
         table = self._table(together)

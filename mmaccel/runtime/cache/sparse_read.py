@@ -29,8 +29,8 @@ TOGETHER = 1 << 24
 
 
 def note_prompt(shared: Shared, table: Tensor, count: Tensor, text_rows: Tensor | None = None) -> None:
-    """Carry with the cache what a prompt adds: its ``table [B, n, 4]`` of places, and how many more visual keys are to be read,
-    ``count [B]``. The ``text_rows [B]`` bool on the CPU, if there are some, have no picture in it and go on as they were."""
+    """Store with the cache a prompt's ``table [B, n, 4]`` of places, and the number of visual keys that it adds to the budget,
+    ``count [B]``. The ``text_rows [B]`` bool on the CPU, or None, have no picture in it and keep their state."""
     shared.grid_table, before = table, shared.sparse
     if before is None:
         shared.sparse = SparseMemory(count)
@@ -51,7 +51,7 @@ def first_layer(policy: Policy, depth: int) -> int:
 
 def sparse_read(policy: Policy, shared: Shared, layer: CompressedLayer, attention: LayerAttention) -> SparseRead | None:
     """Sparse read of the layers above in this step, chosen by the attention of its one token in the ``layer`` below;
-    what was attended to and chosen is carried to the next step. None, which is everything, where :func:`note_prompt`
+    its attention and its choice are carried to the next step. None, which is everything, where :func:`note_prompt`
     has left nothing with the cache."""
     if shared.grid_table is None or shared.sparse is None:
         return None
@@ -163,7 +163,7 @@ def _listed(held: LayerRead, pages: Pages) -> LayerRead:
 class PinnedRead:
     """Sparse reads of a pinned layer, whose tensors stay where they are.
 
-    held : what there is to choose from; what it ``carried`` is overwritten at every step. level : see :class:`ReadStep`.
+    held : its choices, whose ``carried`` tensors are overwritten at every step. level : see :class:`ReadStep`.
     pages : those of the layer, if it has some.
     """
 
@@ -173,7 +173,7 @@ class PinnedRead:
     pages: Pages | None
 
     def attend(self, layer: StaticLayerView, query: Tensor, scaling: float) -> Tensor:
-        """Attention of ``query [B, Hq, 1, D]`` over what it chooses, ``[B, 1, Hq, D]``."""
+        """Attention of ``query [B, Hq, 1, D]`` over the keys that it chooses, ``[B, 1, Hq, D]``."""
         chosen, carried = _chosen(self.policy, self.held, self.level, query, layer.keys, scaling)
         for name, x in carried.items():
             self.held.carried[name].copy_(x)
@@ -211,7 +211,7 @@ def pinned_reads(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> dic
             continue
         if layer.pages is not None:
             held = _listed(held, layer.pages)
-        # what was carried so far may be remembered by somebody
+        # somebody else may hold the carried tensors
         held = replace(held, carried={name: x.clone() for name, x in held.carried.items()})
         memory.layers[layer.number] = held
         level = None if memory.level is None else memory.level.to(layer.keys.device)
@@ -220,7 +220,7 @@ def pinned_reads(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> dic
 
 
 def unpinnable(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> str:
-    """Reason why steps cannot choose what they read of these layers while they are pinned; empty if they can."""
+    """Reason why steps cannot choose the keys that they read of these layers while they are pinned; empty if they can."""
     for layer in layers[first_layer(policy, len(layers)) :]:
         if layer.ragged is not None:
             return f"{policy.name} chooses from heads that store different counts"

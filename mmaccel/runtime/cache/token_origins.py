@@ -54,7 +54,7 @@ class Tokens:
 
 def prompt_grid(shared: Shared, layout: Layout, seen: int) -> Tensor:
     """``[B, n, 4]`` int32 (picture, t, row, column) of all places up to the end of a prompt that follows ``seen`` tokens;
-    -1 for text and for what has no cell; on the CPU."""
+    -1 for text and for tokens without a cell; on the CPU."""
     batch, length = layout.valid.shape
     table = torch.full((batch, seen + length, 4), -1, dtype=torch.int32)
     if shared.grid_table is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Subsequence:
@@ -18,33 +20,31 @@ class Subsequence:
 
     def __init__(self, place: Tensor) -> None:
         self.place = place
-        # layers are given the same tensors one after the other, and whoever looks at lengths waits for the device
-        self._bounds: list[tuple[Tensor, Tensor]] = []
-        self._rotary: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+        #: results by identity of their argument: layers are given the same tensors, and lengths wait for the device
+        self._known: list[tuple[Tensor, Any]] = []
+
+    def _once(self, given: Tensor, compute: Callable[[], T]) -> T:
+        for known, result in self._known:
+            if known is given:
+                kept: T = result
+                return kept
+        self._known.append((given, computed := compute()))
+        return computed
 
     def bounds(self, given: Tensor) -> Tensor:
         """Bounds of frames or windows ``[n + 1]`` among the tokens that are left; empty ones are gone."""
-        for known, made in self._bounds:
-            if known is given:
-                return made
-        made = torch.searchsorted(self.place, given.to(self.place)).to(given.dtype).unique_consecutive()
-        self._bounds.append((given, made))
-        return made
+        at = self.place
+        return self._once(given, lambda: torch.searchsorted(at, given.to(at)).to(given.dtype).unique_consecutive())
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a layer that follow the tokens; a tower without boundaries has a mask, which its attention
         is not given."""
-        made = {"position_embeddings": self.rotary(given["position_embeddings"])}
-        return {**made, "cu_seqlens": self.bounds(given["cu_seqlens"])} if "cu_seqlens" in given else made
+        bounds = {"cu_seqlens": self.bounds(given["cu_seqlens"])} if "cu_seqlens" in given else {}
+        return {"position_embeddings": self.rotary(given["position_embeddings"]), **bounds}
 
     def rotary(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Rotary positions ``[S0, d]`` of the tokens that are left."""
-        for known, made in self._rotary:
-            if known is given[0]:
-                return made
-        made = tuple(x[self.place] for x in given)
-        self._rotary.append((given[0], made))
-        return made
+        return self._once(given[0], lambda: tuple(x[self.place] for x in given))
 
 
 class CompactTokens(ABC):

@@ -77,7 +77,7 @@ class LayerArguments:
 class Forward:
     """One forward of the text model.
 
-    state : of the cache, if there is one.
+    state : of the cache, or None.
     incoming : the forward as the cache sees it; its layers are those of the cache.
     device : of the embeddings.
     arguments : those of the layers, by phase (see :class:`~mmaccel.kv.forward_info.ForwardInfo`).
@@ -142,7 +142,7 @@ class Continuation(Forward):
 class Prompt(Forward):
     """A prompt with pictures, and the tokens that are left of it so far.
 
-    result : where its pictures are, and what is left.
+    result : its layout, and the tokens that are left.
     ids : its token ids ``[B, S]`` on the CPU.
     bidirectional : which tokens attend to each other both ways, ``[B, S]`` long on the CPU, see
         :meth:`~mmaccel.families.base.Family.bidirectional_groups`; None where none sees later tokens.
@@ -189,16 +189,16 @@ class Prompt(Forward):
 
     def layer_arguments(self, number: int, given: dict[str, Any]) -> dict[str, Any]:
         """The same with rotary positions of the layer's kind of RoPE."""
-        mine, kind = self.arguments[-1], self.plan.family.rope_kind(number)
-        arguments = {**given, **mine.replaced}
+        own, kind = self.arguments[-1], self.plan.family.rope_kind(number)
+        arguments = {**given, **own.replaced}
         if kind is not None and len(self.arguments) > 1:
             # layers of every kind of RoPE are given those of all tokens that entered the language model
-            if kind not in mine.rotated:
+            if kind not in own.rotated:
                 embeddings = given["position_embeddings"]
                 slots = self.slots(chosen_of(self.incoming.phases[0][1]))
                 (at,) = to_device_packed(embeddings[0].device, slots.gather(1, self.chosen.clamp(min=0)))
-                mine.rotated[kind] = tuple(rows_at(x.expand(len(at), -1, -1), at) for x in embeddings)
-            arguments["position_embeddings"] = mine.rotated[kind]
+                own.rotated[kind] = tuple(rows_at(x.expand(len(at), -1, -1), at) for x in embeddings)
+            arguments["position_embeddings"] = own.rotated[kind]
         if number in self.plan.family.recurrent:
             arguments["attention_mask"] = self.real
         return arguments
@@ -225,7 +225,7 @@ class Prompt(Forward):
         return chosen_of(self.incoming.phases[-1][1])
 
     def compacted(self, kept: Tensor) -> tuple[Tensor, bool]:
-        """Places that stay, left-padded: ``[B, widest]`` long with -1 for padding, and whether there is any; on the CPU."""
+        """Places that stay, left-padded: ``[B, widest]`` long with -1 for padding, and whether any is padding; on the CPU."""
         width = int(kept.sum(1).max())
         order = true_last(kept)[:, -width:] if width else kept.new_zeros(len(kept), 0).long()
         real = kept.gather(1, order)
@@ -266,7 +266,7 @@ def chosen_of(phase: Phase) -> Tensor:
 
 
 def to_device_packed(device: torch.device, *tensors: Tensor) -> list[Tensor]:
-    """Whole numbers and masks from the CPU on a device, all of them long: one copy, which the host does not wait for."""
+    """Copy integers and masks from the CPU to a device, all as long, in one transfer that the host does not wait for."""
     flat = torch.cat([x.flatten().long() for x in tensors]).to(device, non_blocking=True)
     parts = flat.split([x.numel() for x in tensors])
     return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]

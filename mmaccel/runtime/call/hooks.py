@@ -75,7 +75,7 @@ class TextHooks:
         self._check(call, cache, state)
         kwargs = dict(kwargs)
         if self.plan.family.masks_above:
-            # what is given was made of this one, which still says what is padding
+            # the given mask was computed from this one, which still tells padding
             kwargs["attention_mask"] = call.inputs.mask
         seen = cache.get_seq_length() if cache is not None else 0
         valid = _valid(kwargs.get("attention_mask"), embeds, seen)
@@ -116,7 +116,7 @@ class TextHooks:
             )
 
     def _prompt_ids(self, call: Call[ModelPlan], embeds: Tensor, state: CacheState | None) -> Tensor | None:
-        """The ids ``[B, S]`` on the CPU of a prompt that has pictures; None of anything else. Counts what comes in."""
+        """The ids ``[B, S]`` on the CPU of a prompt that has pictures, else None. Counts the new tokens."""
         ids, call.inputs.input_ids = call.inputs.input_ids, None
         batch, length = embeds.shape[:2]
         # one new token is a decode step; looking for placeholders in it would cost every step

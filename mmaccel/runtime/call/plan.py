@@ -55,8 +55,8 @@ class Plan:
 
     towers : the model's family, or the adapter of an encoder that stands alone.
     stages : those of the recipe, in its order.
-    encoder : the one inside the towers, if there is one.
-    notes : what is said in the statistics of every call.
+    encoder : the stage inside the towers, or None.
+    notes : notes for the statistics of every call.
     kernels : ``"auto"`` or ``"off"``.
     origin : of a plan for one call, the plan that it was made of.
     """
@@ -92,7 +92,7 @@ class ModelPlan(Plan):
     """A recipe on a model with a language model.
 
     towers : the model's family.
-    patches : the stage in front of the towers, if there is one. reuse : that between frames inside them.
+    patches : the stage in front of the towers, or None. reuse : that between frames inside them.
     projector : the stages between the towers and the language model.
     stage_at_layer : the stage that works at the input of a decoder layer.
     chunks : the stage that has lower layers read a prompt in chunks.
@@ -137,11 +137,11 @@ class ModelPlan(Plan):
 
     @property
     def stores_anew(self) -> bool:
-        """Whether what is stored of a prompt is stored anew behind it, so that no room for further tokens is made at first."""
+        """Whether keys of a prompt are stored again behind it, so that no room for further tokens is made at first."""
         return self.policy is not None or bool(self.token_groups) or self.chunks is not None
 
     def check_cache(self, use_cache: bool | None) -> None:
-        """Raise when the recipe compresses a KV cache and there is to be none."""
+        """Raise when the recipe compresses a KV cache and the call has none."""
         at_work = [stage.method.name for stage in self.stages if stage.method.site in ("cache", "codec")]
         if use_cache is False and at_work:
             raise UnsupportedError(
@@ -154,7 +154,6 @@ class ModelPlan(Plan):
         says something counts."""
         if not self.active:
             return
-
         if (cache := first_set("cache_implementation", *configs)) not in (None, "dynamic"):
             raise UnsupportedError(
                 f"cache_implementation={cache!r} cannot hold a reduced prompt; leave it out (a dynamic cache is used)."

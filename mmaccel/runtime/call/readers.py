@@ -26,7 +26,7 @@ from ...kv.packed import QuantisedLayer
 from .attention_patch import BACKENDS, base_function
 from .call import Call
 from .forward import Forward
-from .runs import LayerAttended
+from .runs import KeysToRead, LayerAttended
 
 Output = tuple[Tensor, Tensor | None]
 
@@ -121,17 +121,16 @@ def read_stored(call: Call[Any], number: int, given: Attention) -> Output:
     runs = call.text.runs
     assert runs is not None
     layer, seen = _layer_attended(runs.forward, number, given)
-    asked = None
+    keys = KeysToRead()
     if runs.readers:
         plain = given.base == "sdpa" and runs.forward.incoming.weights is None
         seen.plain = plain and getattr(given.module, "is_causal", True)
-        asked = runs.keys_to_read(seen)
-    chosen = None if asked is None else asked.chosen
-    if asked is not None and asked.output is not None:
-        output: Output = asked.output, None
-    elif layer is not None and seen.as_stored and (chosen is None or (asked is not None and asked.pages is not None)):
-        pages = None if asked is None else asked.pages
-        output = attend(layer, given.query.to(layer.keys.dtype), seen.visible, seen.scaling, pages=pages), None
+        keys = runs.keys_to_read(seen) or keys
+    chosen = keys.chosen
+    if keys.output is not None:
+        output: Output = keys.output, None
+    elif layer is not None and seen.as_stored and (chosen is None or keys.pages is not None):
+        output = attend(layer, given.query.to(layer.keys.dtype), seen.visible, seen.scaling, pages=keys.pages), None
     else:
         if layer is not None and seen.as_stored:
             given.unpack(layer)
@@ -162,7 +161,7 @@ def _layer_attended(forward: Forward, number: int, given: Attention) -> tuple[Qu
             given.unpack(layer)
             as_stored = False
     visible, query = None, given.query
-    # of what is read as it is stored the newest token sees everything, wherever heads end
+    # where keys are read as they are stored the newest token sees all of them, wherever heads end
     if layer is None or not as_stored or query.shape[2] > 1 or index.windowed(given.window) or not layer.gapless:
         groups = phase.together if phase.together is not None and family.is_bidirectional(number) else None
         visible = index.mask(phase.places, given.window, groups)
@@ -223,7 +222,7 @@ def _for_flash(forward: Forward, number: int, given: Attention, seen: LayerAtten
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What eager attention adds to its logits for a boolean ``mask``."""
+    """A boolean ``mask`` as numbers that eager attention adds to its logits."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 

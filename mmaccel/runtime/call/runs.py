@@ -3,7 +3,7 @@
 A *run* is the work of one mechanism in one forward. The hooks on the text model and the attention function call the moments of
 all runs in order and know no kind of method:
 
-    before_text        the text model is about to run: reduce its prompt, note what is needed of it
+    before_text        the text model is about to run: reduce its prompt, note facts about it
     before_layer       a layer is about to run: drop or bring back tokens
     keys_to_read       a layer is about to attend: choose the keys that it reads
     after_attention    a layer has attended: observe, evict, pack
@@ -48,7 +48,7 @@ class TextInputs:
 
     @property
     def embeds(self) -> Tensor:
-        """``[B, S, D]``, or what is left of it once the prompt was written."""
+        """``[B, S, D]``; ``[B, q, D]`` once the reduced prompt was written."""
         embeds: Tensor = self.arguments["inputs_embeds"]
         return embeds
 
@@ -174,11 +174,11 @@ class Runs:
 
     def keys_to_read(self, layer: LayerAttended) -> KeysToRead | None:
         """The keys that a layer reads; None for everything."""
-        found = None
+        keys = None
         for run in self.readers:
             with without_autocast(layer.query.device):
-                found = found or run.keys_to_read(layer)
-        return found
+                keys = keys or run.keys_to_read(layer)
+        return keys
 
     def after_attention(self, layer: LayerAttended) -> None:
         """Let all runs see the attention of a layer."""

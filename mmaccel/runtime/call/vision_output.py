@@ -1,4 +1,4 @@
-"""Pictures and clips that a call has encoded, and what was seen of their encoding."""
+"""Pictures and clips that a call has encoded, with the taps of their encoding."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def may_capture(plan: ModelPlan, original: Callable[..., bool]) -> Callable[...,
         if call is None or not call.plan.active or not (compiled or replay.recordable(plan.family.model)):
             return original(model_kwargs, generation_config)
         if call.inputs.drafted:
-            # what is verified is cropped behind every step, and a captured one lets nothing move
+            # the cache is cropped behind every verified step, and a captured one lets nothing move
             return False
         call.stats.uncaptured = _obstacle_in_call(plan, generation_config)
         if not compiled and not call.stats.uncaptured:
@@ -66,8 +66,8 @@ def may_capture(plan: ModelPlan, original: Callable[..., bool]) -> Callable[...,
 
 
 def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Callable[..., Forward]:
-    """``get_compiled_call`` of a model with ``plan``: what comes back captures the forward where it can, else runs the ordinary
-    one."""
+    """``get_compiled_call`` of a model with ``plan``: returns a function that captures the forward where it can, else runs the
+    ordinary one."""
 
     @functools.wraps(original)
     def get_compiled_call(compile_config: Any) -> Forward:
@@ -118,10 +118,10 @@ def _step(
 
 
 def _constant(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What is the same in every step of what ``generate`` passes."""
+    """The arguments of ``generate`` that are the same in every step."""
     ids, given = kwargs["input_ids"], kwargs.get("position_ids")
     axes = given.shape[:1] if given is not None and given.dim() == 3 else ()
-    # the text model takes positions from what is pinned; these say how many axes there are
+    # the text model takes positions from the pinned cache; these have its number of axes
     positions = ids.new_zeros(1).expand(*axes, *ids.shape)
     return {name: x for name, x in kwargs.items() if not isinstance(x, Tensor)} | {"position_ids": positions}
 
@@ -164,7 +164,8 @@ def _pinned(plan: ModelPlan, call: Call[ModelPlan], state: CacheState) -> Static
 
 
 def _let_go(call: Call[ModelPlan] | None, state: CacheState) -> None:
-    """An ordinary step is due. Behind it the cache may be pinned where it was, since nobody else has seen what is there."""
+    """Unpin the cache for an ordinary step. Behind it the cache may be pinned to the same tensors, which nobody else has
+    seen."""
     pinned = state.shared.pinned
     if call is not None and pinned is not None:
         call.state(CapturedSteps).idle = pinned

@@ -173,7 +173,7 @@ class ChunkedPrefill(Run):
         self._now: Chunks | None = None
         #: for every row of the prompt the layers at whose input its chunks join
         self._joins: list[list[int]] = []
-        #: ``[R, q]``, where their tokens stand, on the first axis where there are several
+        #: ``[R, q]``, positions of their tokens, on the first of several axes
         self._positions: Tensor = torch.empty(0)
         #: ``[N]`` long on the CPU, how many tokens of every picture are to be left
         self._count: Tensor = torch.empty(0)
@@ -185,19 +185,19 @@ class ChunkedPrefill(Run):
         places ``chosen [B, q]`` (long on the CPU, -1 padding); returns the places that they hold now, ``[R, q]``."""
         prompt, method, family = self.prompt, self.stage.method, self.prompt.plan.family
         self._count, share = _budget(prompt, self.stage)
-        given, tokens_of = text.arguments["position_ids"], chosen >= 0
+        given, valid = text.arguments["position_ids"], chosen >= 0
         # an axis before three is that of the text, which counts as time does
         axes = given.cpu()[None] if given.dim() == 2 else given.cpu()[-3:]
         limit = getattr(family.text.config, "max_position_embeddings", None)
-        rows = [_Row.of(prompt, b, chosen[b, real], axes[:, b, real]) for b, real in enumerate(tokens_of)]
+        rows = [_Row.of(prompt, b, chosen[b, real], axes[:, b, real]) for b, real in enumerate(valid)]
         spans = [row.span(row.levels(method, kept, family.depth, limit)) for row, kept in zip(rows, share, strict=True)]
         if all(span.chunks == 1 for span in spans):
             return chosen
-        now = Chunks.cut([places[real] for places, real in zip(chosen, tokens_of, strict=True)], spans)
+        now = Chunks.cut([places[real] for places, real in zip(chosen, valid, strict=True)], spans)
         joins = [method.joins((span.chunks - 1).bit_length(), family.depth) for span in spans]
         moved, behind, shorter = zip(*(row.settled(span) for row, span in zip(rows, spans, strict=True)), strict=True)
         moves = torch.zeros_like(axes)
-        for b, real in enumerate(tokens_of):
+        for b, real in enumerate(valid):
             moves[:, b, real] = moved[b]
         _place(prompt, now, chosen, moves if given.dim() < 3 or len(given) == 3 else moves[[0, 0, 1, 2]], text)
         if prompt.state is not None:
@@ -215,7 +215,7 @@ class ChunkedPrefill(Run):
             return self._join(number, hidden, {**arguments, **self.prompt.arguments[-1].replaced})
 
     def after_attention(self, layer: LayerAttended) -> None:
-        """Show the method what a layer attends to, where chunks join behind it."""
+        """Show the method the attention of a layer, if chunks join behind it."""
         if not self._due(layer.number + 1):
             return
         real, method, query = self.prompt.phase(layer.number).places >= 0, self.stage.method, layer.query
@@ -252,7 +252,7 @@ class ChunkedPrefill(Run):
         joins = into.bincount()[into] == 2
         part = part.masked_fill(~total.kept | ~prompt.layout.visual | ~joins[part], -1)
         if not bool((part >= 0).any()):
-            # text between pictures is all there is
+            # they hold text only
             return
         units, picture, chunk = prompt.layout.units(method.unit).split(part)
         present = units.valid.sum(1)
@@ -288,7 +288,7 @@ def _arguments(how: Join, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shares(present: Tensor, budget: Tensor, picture: Tensor, chunk: Tensor, into: Tensor) -> Tensor:
-    """How many tokens stay of the ``present [M]`` that chunk ``chunk [M]`` has of picture ``picture [M]``, so that the two
+    """Number of tokens that stay of the ``present [M]`` that chunk ``chunk [M]`` has of picture ``picture [M]``: the two
     that join have ``budget [M]`` together, or all they have: half each, unless the other one has fewer. All long."""
     has = torch.zeros(int(picture.max()) + 1, len(into) + 2, dtype=torch.long)
     has[picture, chunk + 1] = present

@@ -134,8 +134,8 @@ class Reactivation(Run):
 
     def _come_back(self, method: ReturningMethod, number: int, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         """The input of layer ``number`` of the language model: in front of the new tokens, the last of ``hidden [B, q, D]``,
-        those that come back. What the layers behind read and are given is noted; the host waits once for how many these
-        are."""
+        those that come back. Reads and arguments of the layers behind are noted; the host waits once, for numbers of
+        tokens."""
         forward, memory = self.forward, self.memory
         first, length = forward.plan.family.stored_from(number), forward.length
         new, waiting = hidden[:, -length:], memory.at[number]

@@ -19,7 +19,7 @@ from ..call.runs import LayerAttended, Run, TextInputs
 from ..prompt import lookahead
 from ..prompt.tokens import TokenReducer
 
-#: takes what layer ``number`` drops: (number, reduction, hidden, slots, arguments)
+#: takes the tokens that layer ``number`` drops: (number, reduction, hidden, slots, arguments)
 KeepDropped = Callable[[int, Reduction, Tensor, Tensor, Mapping[str, Any]], None]
 
 
@@ -50,7 +50,7 @@ class LayerTokens(Run):
     """The methods inside the language model, on one prompt.
 
     layers : those of the language model. prepared : figures of what entered it.
-    keep_dropped : by number of a stage, takes what its method drops, where that may come back.
+    keep_dropped : by number of a stage, takes the tokens that its method drops, if they may come back.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""A draft reads a prompt: what it attends to says which visual tokens the large model reads, what it writes which keys stay."""
+"""Draft models that read a prompt: their attention chooses the visual tokens of the large model, their text the keys that
+stay."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def write(
 ) -> tuple[Tensor, Tensor]:
     """Text that the draft writes behind the last ``length`` tokens of the call's prompt, ``[B, n]`` long with ``n``
     at most the method's ``lookahead``, and which of it comes before the end of the answer, ``[B, n]`` bool; both on ``device``.
-    For ``batch`` and what is raised see :func:`read`."""
+    For ``batch`` see :func:`read`."""
     inputs, _ = _inputs(call, draft, length)
     with _one:
         written = _written(method, draft, inputs)

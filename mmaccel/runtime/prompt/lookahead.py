@@ -151,7 +151,7 @@ def text_behind(
     model, batch = prompt.plan.drafts[stage.number], len(prompt.layout.valid)
     undo = [layer.snapshot() for layer in state.recurrent]
     try:
-        written, there = draft.write(call, stage.method, model, batch, prompt.length, device)
+        written, valid = draft.write(call, stage.method, model, batch, prompt.length, device)
         end = prompt.seen + prompt.length
         at = torch.arange(end, end + written.shape[1], device=device).expand_as(written)
         # an answer goes on behind all frames
@@ -161,7 +161,7 @@ def text_behind(
             places = places.expand(len(positions), -1, -1)
         states = iter(state.recurrent)
         cache = Cache([next(states) if n in family.recurrent else _Passing(end) for n in range(family.depth)])
-        call.observer = behind = TextBehind(state.layers, family.stored_from, at.masked_fill(~there, -1))
+        call.observer = behind = TextBehind(state.layers, family.stored_from, at.masked_fill(~valid, -1))
         with torch.no_grad():
             family.text(
                 input_ids=written,

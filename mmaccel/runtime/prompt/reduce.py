@@ -105,11 +105,11 @@ class WritePrompt(Run):
         self.prompt, self.reducer, self.cut = prompt, reducer, cut
 
     def before_text(self, text: TextInputs) -> None:
-        """Gather what is left, compute positions, lay out DeepStack features."""
+        """Gather the tokens that are left, compute positions, lay out DeepStack features."""
         prompt, arguments, planes = self.prompt, text.arguments, text.planes
         embeds, residuals = text.embeds, self.reducer.residuals
         while residuals:
-            # as large as what they are added to, and not needed while decoding
+            # as large as the embeddings, and not needed while decoding
             embeds = residuals.pop(0).add(embeds)
         chosen, padded = prompt.compacted(prompt.total.kept)
         left = _left(prompt, chosen, embeds.device)
@@ -129,7 +129,7 @@ class WritePrompt(Run):
 
 
 def _left(prompt: Prompt, chosen: Tensor, device: torch.device) -> CompactedPrompt:
-    """Of the places ``chosen [B, q]`` on the CPU, -1 for padding."""
+    """The tokens at the places ``chosen [B, q]`` on the CPU, -1 for padding."""
     real, (visual, _) = prompt.layout.valid, prompt.kinds(chosen)
     last = (real * torch.arange(prompt.length)).argmax(1, keepdim=True)
     rank, spots = (chosen >= 0).cumsum(1) - 1, visual.flatten().nonzero()[:, 0]

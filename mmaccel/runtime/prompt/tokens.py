@@ -25,7 +25,7 @@ from ..call.plan import PlannedStage, record
 class TokenReducer:
     """Runs methods that reduce visual tokens on one prompt, before and inside the language model.
 
-    residuals : what is added to the tokens that are left, behind all stages before the language model.
+    residuals : values that are added to the tokens that are left, behind all stages before the language model.
     """
 
     def __init__(self, prompt: Prompt, vision: VisionState) -> None:
@@ -178,7 +178,7 @@ def gathered(
 
 def by_place(marks: dict[str, Tensor], units: Units, shape: torch.Size) -> dict[str, Tensor]:
     """Figures ``[N, n]`` of units at the places of the prompt, ``[B, S]``."""
-    # what is no token goes behind all places
+    # padding goes behind all places
     at = (units.row[:, None] * shape[1] + units.places).masked_fill(~units.valid, shape.numel()).flatten()
     placed = {}
     for name, figures in marks.items():
@@ -189,8 +189,8 @@ def by_place(marks: dict[str, Tensor], units: Units, shape: torch.Size) -> dict[
 
 
 def _until(prompt: Prompt, whole: Units, units: Units) -> Tensor:
-    """``[N, n]`` long on the CPU: the last frame of what was merged into each token of ``units``, which are left of
-    ``whole``; -1 where nothing has a cell."""
+    """``[N, n]`` long on the CPU: the last frame of the tokens merged into each token of ``units``, which are left of
+    ``whole``; -1 where none has a cell."""
     owner = prompt.total.owner()
     valid, rows = whole.valid, whole.row[:, None].expand_as(whole.valid)[whole.valid]
     at = owner[rows, whole.places[valid]]
@@ -209,8 +209,8 @@ def _question(
     rows: Tensor,
     looked: Mapping[str, Tensor],
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The text behind the last picture of each unit's row, ``[N, q, D]`` and ``[N, q]`` bool, and what ``look`` said of it;
-    where none is, all text."""
+    """The text behind the last picture of each unit's row, or all text if none is, ``[N, q, D]`` and ``[N, q]`` bool, and the
+    ``looked`` figures of it."""
     visual, notes = prompt.layout.visual, prompt.stats.notes
     text = prompt.layout.valid & ~visual
     asked = question(text, visual)

@@ -47,8 +47,8 @@ def vision_attention(
     kwargs = {name: kwargs[name] for name in ("dropout",) if name in kwargs}
     lengths = output.lengths(towers)
     parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    made = [attended(q, k, v, None, **kwargs)[0] for q, k, v in parts if q.shape[2]]
-    return torch.cat(made, 1), None
+    outputs = [attended(q, k, v, None, **kwargs)[0] for q, k, v in parts if q.shape[2]]
+    return torch.cat(outputs, 1), None
 
 
 VISION = AttentionKind("vision", vision_attention)

@@ -61,7 +61,7 @@ class EncoderMerging:
     stage : its method, and its budget where a call has no other: in front of a language model of the tokens of each picture or
         clip, else of the patches of each tile.
     hook : takes the handle of every hook as soon as it is registered, so that all can be removed whatever fails.
-    language : whether a language model reads what comes out.
+    language : whether a language model reads the output.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class EncoderMerging:
         return merged if any(sum(run.plan) for run in merged.runs) else None
 
     def _schedule(self, tokens: int, kept: int) -> list[int]:
-        """How many of the ``tokens`` each merging layer removes, so that ``kept`` are left."""
+        """Number of the ``tokens`` that each merging layer removes, so that ``kept`` are left."""
         plan: Any = self.method.schedule(tokens, len(self.layers), kept)
         numbers = isinstance(plan, Sequence) and all(type(n) is int and n >= 0 for n in plan)
         if not numbers or len(plan) != len(self.layers) or tokens - sum(plan) < 1:
@@ -146,7 +146,7 @@ class EncoderMerging:
         return list(plan)
 
     def _budget(self, sizes: list[int], retain: Retain) -> list[int]:
-        """How many patches (or blocks that merge as one) of each frame or tile stay in the tower, of ``sizes``."""
+        """Number of patches (or blocks that merge as one) of each frame or tile that stay in the tower, of ``sizes``."""
         budget = apportion(resolve(retain, sum(sizes)), sizes)
         if not self.language:
             return budget

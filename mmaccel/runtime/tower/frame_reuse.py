@@ -66,7 +66,7 @@ class LayerParts:
             yield seen
 
     def stored(self, seen: dict[nn.Module, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values, of what was :meth:`watched`."""
+        """Keys and values among the outputs that :meth:`watched` has ``seen``."""
         if self.fused is None:
             return seen[self.split[1]], seen[self.split[2]]
         _, keys, values = seen[self.fused].chunk(3, dim=-1)
@@ -106,7 +106,7 @@ class LayerParts:
 
 
 class _Reused:
-    """Which frames take parts of others, in the run of a tower; None where all are computed whole."""
+    """The frames of the running tower, if some take parts of others; None where all are computed whole."""
 
     frames: Frames | None = None
 
@@ -171,10 +171,10 @@ def reuse_layer(
         given |= {"cu_seqlens": bounds, "position_embeddings": frames.whole.rotary(rotary)}
     with layer.watched() as seen:
         output = whole(first, **given)
-    made = output[0] if isinstance(output, tuple) else output
+    computed = output[0] if isinstance(output, tuple) else output
     keys, values = layer.stored(seen)
     result, fresh = torch.empty_like(flat), len(frames.whole.place)
-    result[frames.whole.place] = made.reshape(-1, made.shape[-1])
+    result[frames.whole.place] = computed.reshape(-1, computed.shape[-1])
     window = _windows(frames, kwargs.get("cu_seqlens"), flat)
     for places, at in frames.groups:
         x = flat[places]

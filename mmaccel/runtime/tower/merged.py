@@ -133,7 +133,7 @@ class Merged(CompactTokens):
         return self.pack(self.flow.apply(hidden.flatten(0, -2)), hidden)
 
     def _matched(self, seen: EncoderTokens, remove: int) -> tuple[Tensor, Tensor]:
-        """What the method says of each token of ``seen``: the slot it flows into, and its weight there, ``[N, T]`` each."""
+        """The slot that each token of ``seen`` flows into, and its weight there, ``[N, T]`` each, by the method."""
         method, size = self.method, seen.size
         into = check_tensor(method, "match()", method.match(seen, remove), "integer", size.shape, size)
         check_slots(method, "match()", into, size.shape[1])

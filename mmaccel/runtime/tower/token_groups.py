@@ -38,12 +38,11 @@ def settle(
     if (stage := plan.encoder) is None:
         return None
     units = layout.units("picture")
-    there, rows = units.valid, units.row
-    size = there.sum(1).tolist()
+    rows, size = units.row, units.valid.sum(1).tolist()
     count = counts(stage.budget, size, size, units.picture)
     stats.notes += kept_whole(stage.method.name, stage.budget, size)
     target = targets(plan.towers, layout, encoded)
-    for row, places, valid, wanted in zip(rows.tolist(), units.places, there, count.tolist(), strict=True):
+    for row, places, valid, wanted in zip(rows.tolist(), units.places, units.valid, count.tolist(), strict=True):
         at = places[valid]
         more = at[_further(target[row, at], at, wanted)]
         target[row, more] = more
@@ -96,8 +95,8 @@ def targets(towers: Towers, layout: Layout, encoded: Mapping[Modality, VisionOut
 
 
 def _held(towers: Towers, modality: Modality, encoded: VisionOutput, merged: CompactTokens) -> tuple[Tensor, Tensor]:
-    """Of every token the tower delivers for, ``[tokens]`` on the CPU: the number of its group, and whether it represents
-    it. Blends have groups of their own, negative."""
+    """The group of every token that the tower delivers features for, ``[tokens]`` on the CPU, and whether it represents its
+    group. Blends have groups of their own, negative."""
     own = torch.arange(len(merged.owner), device=merged.owner.device)
     # a block is known by its first patch
     units = towers.blocks(encoded, merged.patches(own).shape[1])
@@ -112,7 +111,7 @@ def _held(towers: Towers, modality: Modality, encoded: VisionOutput, merged: Com
 
 
 def _further(into: Tensor, at: Tensor, wanted: int) -> Tensor:
-    """``[n]`` bool: which of the tokens at the places ``at [n]``, that flow ``into [n]``, stay too so that ``wanted`` do."""
+    """Mask ``[n]`` bool of further tokens at the places ``at [n]``, which flow ``into [n]``, so that ``wanted`` stay."""
     alone = into == at
     _, group, sizes = into.unique(return_inverse=True, return_counts=True)
     order = (2 * group + (~alone).long()).argsort(stable=True)
