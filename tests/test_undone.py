@@ -21,8 +21,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import mmaccel
 from mmaccel import UnsupportedError, accelerate_encoder, accelerate_vlm, accelerated, is_accelerated
 from mmaccel.core.reduction import Reduction
+from mmaccel.families.tower import Towers
 from mmaccel.method import ProjectorMethod, TokenBatch
-from mmaccel.runtime.tower.encoder_merging import EncoderMerging
 
 families = pytest.mark.square("family", few(FAMILIES, SHORT), of="kinds")
 
@@ -380,14 +380,15 @@ def test_a_shallow_copy_is_the_model_it_is_a_copy_of(tiny: Any) -> None:
 
 def test_a_merge_that_fails_half_way_leaves_no_hook(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = snapshot(tiny)
-    original = EncoderMerging._between
+    original, hooked = Towers.second_half, list[Any]()
 
-    def fail(self: EncoderMerging, depth: float) -> Any:
-        if depth > 0:
+    def fail(self: Towers, layer: Any) -> Any:
+        hooked.append(layer)
+        if len(hooked) > 1:
             raise RuntimeError("half way")
-        return original(self, depth)
+        return original(self, layer)
 
-    monkeypatch.setattr(EncoderMerging, "_between", fail)
+    monkeypatch.setattr(Towers, "second_half", fail)
     with pytest.raises(RuntimeError, match="half way"):
         accelerate_vlm(tiny, "tome", retain=0.5)
     assert snapshot(tiny) == before

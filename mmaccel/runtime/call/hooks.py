@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -46,7 +47,8 @@ class TextHooks:
         hook(text.register_forward_pre_hook(self.enter, with_kwargs=True))
         hook(text.register_forward_hook(self.leave, with_kwargs=True, always_call=True))
         for number in range(plan.first_inside, len(self.layers)):
-            hook(self.layers[number].register_forward_pre_hook(self._layer(number), with_kwargs=True))
+            before = functools.partial(self.before_layer, number)
+            hook(self.layers[number].register_forward_pre_hook(before, with_kwargs=True))
 
     # --- into the text model ----------------------------------------------------------------------------------
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
@@ -200,19 +202,17 @@ class TextHooks:
         return ForwardInfo(seen, length, as_stored=False, expected_new_tokens=call.expected.after(seen + length))
 
     # --- between layers ---------------------------------------------------------------------------------------
-    def _layer(self, number: int) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = current(self.plan)
-            runs = None if call is None or call.observer is not None else call.text.runs
-            if runs is None or not runs.between_layers:
-                return None
-            hidden = runs.before_layer(number, args[0] if args else kwargs["hidden_states"], kwargs)
-            kwargs = runs.forward.layer_arguments(number, kwargs)
-            if args:
-                return (hidden, *args[1:]), kwargs
-            return args, {**kwargs, "hidden_states": hidden}
-
-        return hook
+    def before_layer(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give a layer the input and the arguments of the tokens that are left."""
+        call = current(self.plan)
+        runs = None if call is None or call.observer is not None else call.text.runs
+        if runs is None or not runs.between_layers:
+            return None
+        hidden = runs.before_layer(number, args[0] if args else kwargs["hidden_states"], kwargs)
+        kwargs = runs.forward.layer_arguments(number, kwargs)
+        if args:
+            return (hidden, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": hidden}
 
     # --- out of the text model --------------------------------------------------------------------------------
     def leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:

@@ -75,31 +75,28 @@ class EncoderMerging:
             blocks = towers.tower_layers(tower)
             for number in range(self.last + 1):
                 block, depth = blocks[number], number / len(blocks)
-                hook(block.register_forward_pre_hook(self._enter(number), with_kwargs=True))
-                hook(block.register_forward_hook(self._leave(number), prepend=True))
+                hook(block.register_forward_pre_hook(functools.partial(self._enter, number), with_kwargs=True))
+                hook(block.register_forward_hook(functools.partial(self._leave, number), prepend=True))
                 if number in self.layers:
                     norm, mlp = towers.second_half(block)
-                    hook(norm.register_forward_pre_hook(self._between(depth)))
+                    hook(norm.register_forward_pre_hook(functools.partial(self._between, depth)))
                     hook(mlp.register_forward_hook(self._spread))
             hook(*(reader.register_forward_pre_hook(self._full) for reader in towers.readers(tower)))
 
     # --- while the tower runs ---------------------------------------------------------------------------------
-    def _enter(self, number: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if (running := encoding(self.plan)) is None:
-                return None
-            hidden = args[0] if args else kwargs["hidden_states"]
-            if number == 0:
-                running[1].merged = self._start(*running, hidden)
-            if (merged := self._merged()) is None:
-                return None
-            merged.enter(self.layers.index(number) if number in self.layers else None)
-            if len(merged.place) == len(merged.owner) or not (hidden.dim() == 2 or self.towers.one_call):
-                return None
-            # a packed sequence: its boundaries and rotary positions follow the tokens that are left
-            return args, {**kwargs, **Subsequence(merged.place).arguments(kwargs)}
-
-        return hook
+    def _enter(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (running := encoding(self.plan)) is None:
+            return None
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if number == 0:
+            running[1].merged = self._start(*running, hidden)
+        if (merged := self._merged()) is None:
+            return None
+        merged.enter(self.layers.index(number) if number in self.layers else None)
+        if len(merged.place) == len(merged.owner) or not (hidden.dim() == 2 or self.towers.one_call):
+            return None
+        # a packed sequence: its boundaries and rotary positions follow the tokens that are left
+        return args, {**kwargs, **Subsequence(merged.place).arguments(kwargs)}
 
     def _start(self, call: Call[Plan], encoded: VisionOutput, hidden: Tensor) -> Merged | None:
         """The state of a new run of the tower; None if everything stays."""
@@ -158,15 +155,12 @@ class EncoderMerging:
         running = encoding(self.plan)
         return None if running is None else merged_of(running[1])
 
-    def _between(self, depth: float) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
-            merged = self._merged()
-            if merged is None or merged.layer is None:
-                return None
-            with without_autocast(args[0].device):
-                return merged.merge(args[0], depth), *args[1:]
-
-        return hook
+    def _between(self, depth: float, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        merged = self._merged()
+        if merged is None or merged.layer is None:
+            return None
+        with without_autocast(args[0].device):
+            return merged.merge(args[0], depth), *args[1:]
 
     def _spread(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         merged = self._merged()
@@ -174,23 +168,20 @@ class EncoderMerging:
             return None
         return merged.pack(merged.flow.spread(output.flatten(0, -2)), output)
 
-    def _leave(self, number: int) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            merged = self._merged()
-            if merged is None or (merged.flow is None and number < self.last):
-                return None
-            hidden = output[0] if isinstance(output, tuple) else output
-            flat, flow = hidden.flatten(0, -2), merged.flow
-            merged.flow = None
-            flat = flat if flow is None else flow.apply(flat)
-            if number == self.last:
-                flat = flat[merged.owner]
-                merged.enter(None)
-                merged.open = False
-            hidden = merged.pack(flat, hidden)
-            return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
-
-        return hook
+    def _leave(self, number: int, module: nn.Module, args: Any, output: Any) -> Any:
+        merged = self._merged()
+        if merged is None or (merged.flow is None and number < self.last):
+            return None
+        hidden = output[0] if isinstance(output, tuple) else output
+        flat, flow = hidden.flatten(0, -2), merged.flow
+        merged.flow = None
+        flat = flat if flow is None else flow.apply(flat)
+        if number == self.last:
+            flat = flat[merged.owner]
+            merged.enter(None)
+            merged.open = False
+        hidden = merged.pack(flat, hidden)
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     def _full(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         merged = self._merged()
