@@ -5,8 +5,6 @@
 registers it and tries it on a tiny model with random weights.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 import mmaccel
@@ -15,7 +13,6 @@ from mmaccel.method import ProjectorMethod, TokenBatch
 
 
 @mmaccel.register
-@dataclass(frozen=True)
 class LargestNorm(ProjectorMethod):
     """Rank visual tokens by the ``order``-norm of their features; the ``count`` highest of every segment stay."""
 

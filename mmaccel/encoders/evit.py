@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -10,12 +9,10 @@ from torch import Tensor
 
 from ..core.reduction import top_mask
 from ..errors import MmaccelError, UnsupportedError
-from ..method import EncoderMethod, EncoderTokens, TowerFacts
-from ..method.registry import register
+from ..method import EncoderMethod, EncoderTokens, TowerFacts, register
 
 
 @register
-@dataclass(frozen=True)
 class EViT(EncoderMethod):
     """Token reorganisation at three layers of the tower, between attention and MLP.
 

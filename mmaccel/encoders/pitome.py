@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -14,13 +13,11 @@ from torch import Tensor
 from torch.nn.functional import elu, normalize
 
 from ..errors import MmaccelError
-from ..method import EncoderMethod, EncoderTokens
+from ..method import EncoderMethod, EncoderTokens, register
 from ..method.blocks import BLOCK
-from ..method.registry import register
 
 
 @register
-@dataclass(frozen=True)
 class PiToMe(EncoderMethod):
     """Merging by energy in every layer of the encoder, between attention and MLP.
 

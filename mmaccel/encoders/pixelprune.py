@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..errors import MmaccelError
-from ..method import PatchMethod
-from ..method.registry import register
+from ..method import PatchMethod, register
 
 
 @register
-@dataclass(frozen=True)
 class PixelPrune(PatchMethod):
     """Predictive coding of the pixels behind every token, for documents and screens: flat areas are not encoded.
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from ..core.masks import true_first
 from ..core.reduction import top_mask
 from ..errors import MmaccelError
-from ..method import ReuseMethod
-from ..method.registry import register
+from ..method import ReuseMethod, register
 
 
 @register
-@dataclass(frozen=True)
 class StcCacher(ReuseMethod):
     """Compute every ``interval``-th frame whole, and of the frames between them the tokens whose keys have changed.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, Literal
 
@@ -14,12 +13,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..errors import MmaccelError
-from ..method import EncoderMethod, EncoderTokens
-from ..method.registry import register
+from ..method import EncoderMethod, EncoderTokens, register
 
 
 @register
-@dataclass(frozen=True)
 class ToMe(EncoderMethod):
     """Bipartite soft matching in every layer of the encoder, between attention and MLP.
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import MmaccelError, UnsupportedError
-from ..method import FramesMethod
-from ..method.registry import register
+from ..method import FramesMethod, register
 from .clip import FrameEncoder
 from .resize import SHORTEST, shrunk
 from .uniform import middles
@@ -25,7 +23,6 @@ Box = tuple[int, int, int, int]
 
 
 @register
-@dataclass(frozen=True)
 class ClipCrop(FramesMethod):
     """A region of every picture, with ``retain`` of its area, that is like the question.
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from PIL import Image
 
 from ..errors import MmaccelError
-from ..method import FrameChoice
-from ..method.registry import register
+from ..method import FrameChoice, register
 from .uniform import middles
 
 #: sides of the pictures that frames are compared in
@@ -17,7 +14,6 @@ _THUMBNAIL = 32
 
 
 @register
-@dataclass(frozen=True)
 class DistinctFrames(FrameChoice):
     """Temporal de-duplication on pixels: a frame stays if it differs from the last one that stayed.
 

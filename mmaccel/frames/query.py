@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from ..errors import UnsupportedError
-from ..method import FrameChoice
-from ..method.registry import register
+from ..method import FrameChoice, register
 from .clip import FrameEncoder
 
 
 @register
-@dataclass(frozen=True)
 class QueryFrames(FrameChoice):
     """The frames whose CLIP embedding has the highest cosine with that of the question; the earlier on a tie.
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
 from ..errors import MmaccelError
-from ..method import FramesMethod
-from ..method.registry import register
+from ..method import FramesMethod, register
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
@@ -20,7 +18,6 @@ SHORTEST = 16
 
 
 @register
-@dataclass(frozen=True)
 class Resize(FramesMethod):
     """Shrink pictures until their area is ``retain`` of what it was; keeps the aspect ratio.
 

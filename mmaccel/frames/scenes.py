@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from ..errors import MmaccelError
-from ..method import FrameChoice
-from ..method.registry import register
+from ..method import FrameChoice, register
 from .distinct import thumbnails
 from .uniform import middles
 
@@ -17,7 +14,6 @@ _HALF_TURN = 128.0
 
 
 @register
-@dataclass(frozen=True)
 class SceneFrames(FrameChoice):
     """Frames spread over scenes: each scene shows at least one, long ones more.
 

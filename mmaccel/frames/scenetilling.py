@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from ..errors import UnsupportedError
-from ..method import FrameChoice
-from ..method.registry import register
+from ..method import FrameChoice, register
 from .clip import FrameEncoder
 from .scenes import between, over_scenes
 
@@ -17,7 +14,6 @@ _MOST = 15
 
 
 @register
-@dataclass(frozen=True)
 class SceneTilling(FrameChoice):
     """Frames spread over the scenes that VideoLLaMB finds: valleys of :func:`depths`, by the rule of :func:`boundaries`.
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from ..method import FrameChoice
-from ..method.registry import register
+from ..method import FrameChoice, register
 
 
 @register
-@dataclass(frozen=True)
 class UniformFrames(FrameChoice):
     """The middle of each of ``retain * T`` equal stretches of the clip."""
 

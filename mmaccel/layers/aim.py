@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import Grid, LayerAttention, LayerMethod, TokenBatch
+from ..method import Grid, LayerAttention, LayerMethod, TokenBatch, register
 from ..method.blocks import row_blocks, upto
-from ..method.registry import register
 
 
 @register
-@dataclass(frozen=True)
 class AimPageRank(LayerMethod):
     """Keep the visual tokens in which a random walk along attention ends, from wherever it starts.
 

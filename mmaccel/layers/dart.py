@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -13,12 +12,10 @@ from torch.nn.functional import normalize
 from ..core.masks import resorted
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import Grid, LayerAttention, LayerMethod, TokenBatch
-from ..method.registry import register
+from ..method import Grid, LayerAttention, LayerMethod, TokenBatch, register
 
 
 @register
-@dataclass(frozen=True)
 class DART(LayerMethod):
     """Duplication instead of importance: pivots stay, and with each the tokens that resemble it least.
 

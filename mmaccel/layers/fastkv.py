@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import LayerAttention, LayerMethod, TokenBatch
-from ..method.registry import register
+from ..method import LayerAttention, LayerMethod, TokenBatch, register
 
 
 @register
-@dataclass(frozen=True)
 class FastKVTokens(LayerMethod):
     """Token-selective propagation: rank visual tokens by the attention of the last queries of one layer, smoothed.
 

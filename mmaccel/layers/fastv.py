@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from ..core.reduction import Reduction
-from ..method import Grid, LayerMethod, TokenBatch
-from ..method.registry import register
+from ..method import Grid, LayerMethod, TokenBatch, register
 
 
 @register
-@dataclass(frozen=True)
 class FastV(LayerMethod):
     """Rank visual tokens by the attention paid by the last prompt token, one layer before they are dropped.
 

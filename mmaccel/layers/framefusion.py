@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,16 +14,14 @@ from ..core.budget import layer_at
 from ..core.masks import ranks
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import Grid, LayerMethod, ModelFacts, TokenBatch
+from ..method import Grid, LayerMethod, ModelFacts, TokenBatch, register
 from ..method.blocks import cosine_to
-from ..method.registry import register
 
 #: a layer that merges less of the tokens is the last to merge
 LEAST = 0.1
 
 
 @register
-@dataclass(frozen=True)
 class FrameFusion(LayerMethod):
     """Merge along time by hidden states, then prune by attention: in one step, or layer after layer as in the paper.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from mmaccel_kernels.copies import first_copies
 from mmaccel_kernels.matching import most_alike
@@ -12,12 +10,10 @@ from torch.nn.functional import normalize
 
 from ..core.masks import leftmost
 from ..core.reduction import Links, Reduction, top_mask
-from ..method import Grid, LayerMethod, TokenBatch
-from ..method.registry import register
+from ..method import Grid, LayerMethod, TokenBatch, register
 
 
 @register
-@dataclass(frozen=True)
 class HoliTomInner(LayerMethod):
     """Rank by the attention paid by the last prompt token, and merge instead of dropping.
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from ..core.reduction import Reduction
 from ..errors import MmaccelError, UnsupportedError
-from ..method import ChunkMethod, LayerAttention, ModelFacts, TokenBatch
-from ..method.registry import register
+from ..method import ChunkMethod, LayerAttention, ModelFacts, TokenBatch, register
 
 
 @register
-@dataclass(frozen=True)
 class HOMER(ChunkMethod):
     """Hierarchical context merging: prompts that are longer than the model's positions, and shorter attention below.
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..core.reduction import Reduction, top_mask
-from ..method import ReturningMethod, TokenBatch
-from ..method.registry import register
+from ..method import ReturningMethod, TokenBatch, register
 
 
 @register
-@dataclass(frozen=True)
 class LazyLLM(ReturningMethod):
     """Every step ranks visual tokens by the attention that its newest token pays, and the layers behind see the best.
 

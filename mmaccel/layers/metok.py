@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -12,13 +11,11 @@ from ..core.budget import apportion
 from ..core.masks import group_sizes, top_in_groups
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import LayerAttention, LayerMethod, TokenBatch
+from ..method import LayerAttention, LayerMethod, TokenBatch, register
 from ..method.blocks import question_mean
-from ..method.registry import register
 
 
 @register
-@dataclass(frozen=True)
 class METokPrune(LayerMethod):
     """One stage of METok's pruning: by the attention of the text, event by event.
 

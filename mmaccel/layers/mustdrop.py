@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -10,13 +10,11 @@ from torch import Tensor
 
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError, UnsupportedError
-from ..method import LayerAttention, LayerMethod, Method, ModelFacts, Tap, TokenBatch
+from ..method import LayerAttention, LayerMethod, Method, ModelFacts, Tap, TokenBatch, register
 from ..method.blocks import row_blocks, upto
-from ..method.registry import register
 
 
 @register
-@dataclass(frozen=True)
 class MustDropFilter(LayerMethod):
     """The dual attention filter of the prefill stage.
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import LayerAttention, LayerMethod, TokenBatch
-from ..method.registry import register
+from ..method import LayerAttention, LayerMethod, TokenBatch, register
 
 
 @register
-@dataclass(frozen=True)
 class PromptDistill(LayerMethod):
     """Rank visual tokens by the scaled products of the last prompt token's query with their keys, before any softmax.
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..core.budget import apportion
 from ..core.masks import group_sizes, top_in_groups
 from ..core.reduction import Reduction
-from ..method import LayerAttention, LayerMethod, TokenBatch
+from ..method import LayerAttention, LayerMethod, TokenBatch, register
 from ..method.blocks import question_peak
-from ..method.registry import register
 
 
 @register
-@dataclass(frozen=True)
 class PruneVidSelect(LayerMethod):
     """Text-guided pruning, by itself for what stands still in a scene and for every frame.
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..core.masks import question, ranks, resorted
 from ..core.reduction import Links, Reduction
 from ..errors import MmaccelError
-from ..method import LayerAttention, LayerMethod, TokenBatch
+from ..method import LayerAttention, LayerMethod, TokenBatch, register
 from ..method.blocks import BLOCK, row_blocks, upto
 from ..method.density_peaks import centres, density_peaks, nearest_centre
-from ..method.registry import register
 
 
 @register
-@dataclass(frozen=True)
 class SparseVLM(LayerMethod):
     """One stage of SparseVLM: visual tokens by the attention that raters pay to them in the layer below.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -10,13 +9,11 @@ from torch import Tensor
 
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import LayerAttention, LayerMethod, TokenBatch
+from ..method import LayerAttention, LayerMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
-from ..method.registry import register
 
 
 @register
-@dataclass(frozen=True)
 class Sttm(LayerMethod):
     """Coarse cells where a frame is uniform, fine ones where it is not, and one cell for what stays over time.
 

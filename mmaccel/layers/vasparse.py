@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mmaccel_kernels.importance import importance
 from torch import Tensor
 
 from ..core.reduction import Reduction
-from ..method import Grid, LayerAttention, LayerMethod, TokenBatch
-from ..method.registry import register
+from ..method import Grid, LayerAttention, LayerMethod, TokenBatch, register
 
 
 @register
-@dataclass(frozen=True)
 class VASparse(LayerMethod):
     """The token score of VASparse as a reduction of the prompt.
 

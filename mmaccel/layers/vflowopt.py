@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from ..core.reduction import Reduction
-from ..method import Grid, LayerAttention, LayerMethod, Tap, TokenBatch
-from ..method.registry import register
+from ..method import Grid, LayerAttention, LayerMethod, Tap, TokenBatch, register
 
 
 @register
-@dataclass(frozen=True)
 class VFlowOptInner(LayerMethod):
     """The second and third stage of VFlowOpt.
 

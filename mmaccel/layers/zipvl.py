@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import LayerAttention, LayerMethod, TokenBatch
+from ..method import LayerAttention, LayerMethod, TokenBatch, register
 from ..method.blocks import row_blocks
-from ..method.registry import register
 
 
 @register
-@dataclass(frozen=True)
 class ZipVL(LayerMethod):
     """Important tokens by the attention of a few probes, normalised by how many of these can see them.
 

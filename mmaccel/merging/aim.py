@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -12,14 +11,12 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction
-from ..method import Grid, ProjectorMethod, TokenBatch
+from ..method import Grid, ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
-from ..method.registry import register
 from .film import alike, share, spare
 
 
 @register
-@dataclass(frozen=True)
 class AimMerge(ProjectorMethod):
     """Iterative bipartite merging of the tokens of a frame, on the features the language model would read.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -13,9 +12,8 @@ from torch.nn.functional import normalize
 from ..core.masks import group_sizes
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import ProjectorMethod, TokenBatch
+from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
-from ..method.registry import register
 from .film import alike, share, spare
 
 #: the most tokens that are clustered together; all their pairs are in memory at once
@@ -23,7 +21,6 @@ MOST = 4096
 
 
 @register
-@dataclass(frozen=True)
 class CenterClip(ProjectorMethod):
     """Segment-wise k-medoids clustering.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -11,14 +10,12 @@ from torch import Tensor
 from ..core.budget import apportion
 from ..core.masks import even_in_groups, group_sizes, top_in_groups
 from ..core.reduction import Reduction
-from ..method import Grid, ProjectorMethod, TokenBatch
+from ..method import Grid, ProjectorMethod, TokenBatch, register
 from ..method.blocks import cosine_to
-from ..method.registry import register
 from .film import Film
 
 
 @register
-@dataclass(frozen=True)
 class DyCokeTTM(ProjectorMethod):
     """Frames in groups of four: the first stays whole, the others keep the tokens least similar to an earlier frame.
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..core.reduction import Reduction, top_mask
-from ..method import AttentionGuided, Grid, TokenBatch
-from ..method.registry import register
+from ..method import AttentionGuided, Grid, TokenBatch, register
 
 
 @register
-@dataclass(frozen=True)
 class Evad(AttentionGuided):
     """Every token of the middle frame, and of all others those that receive most attention in the vision tower.
 

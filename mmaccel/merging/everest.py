@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..core.masks import even_in_groups
 from ..core.reduction import Reduction
-from ..method import Grid, ProjectorMethod, TokenBatch
-from ..method.registry import register
+from ..method import Grid, ProjectorMethod, TokenBatch, register
 from .film import Film
 
 
 @register
-@dataclass(frozen=True)
 class Everest(ProjectorMethod):
     """Keep the tokens whose features moved farthest since the frame before.
 

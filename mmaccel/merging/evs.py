@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..core.masks import even_in_groups
 from ..core.reduction import Reduction
-from ..method import Grid, ProjectorMethod, TokenBatch
+from ..method import Grid, ProjectorMethod, TokenBatch, register
 from ..method.blocks import cosine_to
-from ..method.registry import register
 from .film import Film
 
 
 @register
-@dataclass(frozen=True)
 class Evs(ProjectorMethod):
     """Keep the tokens that changed since the previous frame.
 

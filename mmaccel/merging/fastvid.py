@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from mmaccel_kernels.copies import first_copies
 from mmaccel_kernels.matching import most_alike
@@ -12,15 +10,13 @@ from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import AttentionGuided, Grid, TokenBatch
+from ..method import AttentionGuided, Grid, TokenBatch, register
 from ..method.density_peaks import centres, density_peaks
-from ..method.registry import register
 from .film import Clip, Flat, by_clip, themselves
 from .segments import changing_segments
 
 
 @register
-@dataclass(frozen=True)
 class FastVID(AttentionGuided):
     """Dynamic segmentation, salient tokens by attention, the rest merged by density into every ``stride``-th frame.
 

@@ -13,16 +13,14 @@ from torch.nn.functional import normalize
 from ..core.budget import apportion
 from ..core.reduction import Links, Reduction, segment_sum
 from ..errors import MmaccelError
-from ..method import ProjectorMethod, Tap, TokenBatch
+from ..method import ProjectorMethod, Tap, TokenBatch, register
 from ..method.blocks import frame_numbers
-from ..method.registry import register
 from .film import Flat
 from .pool import window_grid
 from .segments import changing_segments
 
 
 @register
-@dataclass(frozen=True)
 class FreeVideoLlm(ProjectorMethod):
     """A slow, a middle and a fast path through a clip, guided by the question.
 

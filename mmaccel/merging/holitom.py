@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,15 +10,13 @@ from torch.nn.functional import cosine_similarity
 
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import ProjectorMethod, Tap, TokenBatch
+from ..method import ProjectorMethod, Tap, TokenBatch, register
 from ..method.density_peaks import centres, density_peaks, nearest_centre
-from ..method.registry import register
 from .film import Clip, Flat, by_clip, themselves
 from .segments import static_segments
 
 
 @register
-@dataclass(frozen=True)
 class HoliTomMerge(ProjectorMethod):
     """Global temporal segmentation, static tokens averaged over time, spatial merging into density peaks.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -13,9 +12,8 @@ from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction, segment_sum
 from ..errors import MmaccelError
-from ..method import ProjectorMethod, TokenBatch
+from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import BLOCK, cosine_of, frame_numbers
-from ..method.registry import register
 from .film import spare
 
 #: what is left of the worth of a token whose copy was picked; nearer tokens differ by little more than rounding
@@ -23,7 +21,6 @@ _LEAST = 1e-4
 
 
 @register
-@dataclass(frozen=True)
 class KiToke(ProjectorMethod):
     """Diversity over the whole clip by a kernel, and merging within intervals.
 

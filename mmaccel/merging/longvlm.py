@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import gcd
 from typing import ClassVar
 
@@ -11,15 +10,13 @@ from torch import Tensor
 
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import ProjectorMethod, TokenBatch
+from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
-from ..method.registry import register
 from .aim import halvings, merge_in_rounds
 from .film import alike, share, spare
 
 
 @register
-@dataclass(frozen=True)
 class LongVlm(ProjectorMethod):
     """Hierarchical merging within segments of a clip.
 

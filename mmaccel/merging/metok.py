@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -13,9 +12,8 @@ from ..core.budget import apportion
 from ..core.masks import group_sizes
 from ..core.reduction import Reduction, segment_sum
 from ..errors import MmaccelError
-from ..method import ProjectorMethod, Tap, TokenBatch
+from ..method import ProjectorMethod, Tap, TokenBatch, register
 from ..method.blocks import frame_numbers
-from ..method.registry import register
 from .pool import pool_by
 from .segments import changing_segments
 
@@ -24,7 +22,6 @@ FINER = 4
 
 
 @register
-@dataclass(frozen=True)
 class METokMerge(ProjectorMethod):
     """Events by where frames change, and pooling by what the question asks for.
 

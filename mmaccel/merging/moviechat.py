@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..core.reduction import Reduction
-from ..method import ProjectorMethod, TokenBatch
+from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
-from ..method.registry import register
 from .film import Film
 from .pool import pool_parts
 
 
 @register
-@dataclass(frozen=True)
 class MovieChat(ProjectorMethod):
     """Consolidation of adjacent frames.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -10,14 +9,12 @@ from torch import Tensor
 
 from ..core.reduction import Links, Reduction
 from ..errors import MmaccelError
-from ..method import TokenBatch
-from ..method.registry import register
+from ..method import TokenBatch, register
 from .film import Film
 from .moviechat import MovieChat, consolidate
 
 
 @register
-@dataclass(frozen=True)
 class MovieChatMemory(MovieChat):
     """A question about the last frame of a clip: its long memory, its short memory and that frame.
 

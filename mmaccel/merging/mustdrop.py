@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -12,13 +11,11 @@ from torch.nn.functional import normalize
 from ..core.masks import group_sizes, ranks
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import ProjectorMethod, Tap, TokenBatch
-from ..method.registry import register
+from ..method import ProjectorMethod, Tap, TokenBatch, register
 from ..method.tokens import by_row
 
 
 @register
-@dataclass(frozen=True)
 class MustDropMerge(ProjectorMethod):
     """Average square windows of neighbouring patches whose hidden states are similar early in the tower.
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..core.reduction import Reduction
-from ..method import ProjectorMethod, TokenBatch
-from ..method.registry import register
+from ..method import ProjectorMethod, TokenBatch, register
 from .film import share
 
 
 @register
-@dataclass(frozen=True)
 class Pool(ProjectorMethod):
     """Average-pool the grid into ``t' x a x b`` windows, at most ``count`` of them.
 

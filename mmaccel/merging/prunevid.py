@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
 
@@ -12,14 +11,12 @@ from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import ProjectorMethod, TokenBatch
+from ..method import ProjectorMethod, TokenBatch, register
 from ..method.density_peaks import centres, density_peaks, nearest_centre
-from ..method.registry import register
 from .film import Clip, Flat, by_clip
 
 
 @register
-@dataclass(frozen=True)
 class PruneVidMerge(ProjectorMethod):
     """Scenes by clustering frames, static tokens averaged over a scene, density-peak clusters averaged.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -14,15 +13,13 @@ from torch.nn.functional import normalize
 from ..core.masks import leftmost
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import ProjectorMethod, Tap, TokenBatch
-from ..method.registry import register
+from ..method import ProjectorMethod, Tap, TokenBatch, register
 
 #: steps in which the number of tokens falls, each by the same factor
 _STEPS = 3
 
 
 @register
-@dataclass(frozen=True)
 class QGVTC(ProjectorMethod):
     """Question-guided compression in its training-free form.
 

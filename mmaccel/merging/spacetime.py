@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from mmaccel_kernels.maxmin import max_min
 from torch import Tensor
@@ -12,9 +10,8 @@ from torch.nn.functional import normalize
 from ..core.masks import group_sizes
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import ProjectorMethod, TokenBatch
+from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import cosine_to
-from ..method.registry import register
 from .film import Film, alike
 
 #: distances below this are rounding, and count as zero: exact copies then tie on every machine
@@ -24,7 +21,6 @@ _RADIUS = 2.0
 
 
 @register
-@dataclass(frozen=True)
 class SpaceTime(ProjectorMethod):
     """Max-min diversity within every frame, of what changes from frame to frame.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from mmaccel_kernels.copies import of_first
 from torch import Tensor
@@ -12,15 +10,13 @@ from torch.nn.functional import normalize
 from ..core.masks import top_in_groups
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import ProjectorMethod, TokenBatch
+from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
-from ..method.registry import register
 from .film import share, spare
 from .vidcom2 import copies_in, nearness, part_means, quiet_channels
 
 
 @register
-@dataclass(frozen=True)
 class StcPruner(ProjectorMethod):
     """Keep equally many tokens of every frame, those far from the frame's mean and from the memory of the stream.
 

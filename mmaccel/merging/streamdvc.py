@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -12,14 +11,12 @@ from torch import Tensor
 from ..core.masks import even_in_groups
 from ..core.reduction import Links, Reduction, segment_sum
 from ..errors import MmaccelError
-from ..method import ProjectorMethod, TokenBatch
+from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import cosine_of, frame_numbers
-from ..method.registry import register
 from .film import Clip, Flat, by_clip, spare
 
 
 @register
-@dataclass(frozen=True)
 class StreamDvc(ProjectorMethod):
     """Weighted k-means of the memory and every new frame.
 

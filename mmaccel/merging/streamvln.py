@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -11,14 +9,12 @@ from ..core.budget import apportion
 from ..core.masks import group_sizes
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import ProjectorMethod, TokenBatch
+from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
-from ..method.registry import register
 from .pool import pool_by
 
 
 @register
-@dataclass(frozen=True)
 class StreamVln(ProjectorMethod):
     """Fast tokens of now, slow tokens of before.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil, prod
 from typing import ClassVar
 
@@ -14,15 +13,13 @@ from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import ProjectorMethod, TokenBatch
+from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
-from ..method.registry import register
 from .aim import halvings
 from .film import alike, share, spare
 
 
 @register
-@dataclass(frozen=True)
 class TempMe(ProjectorMethod):
     """Progressive merging: of frames, of neighbouring frames, and of neighbouring clips.
 

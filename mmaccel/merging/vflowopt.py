@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..core.masks import ranks, resorted
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import Grid, ProjectorMethod, Tap, TokenBatch
-from ..method.registry import register
+from ..method import Grid, ProjectorMethod, Tap, TokenBatch, register
 
 
 @register
-@dataclass(frozen=True)
 class VFlowOptMerge(ProjectorMethod):
     """Tokens are dropped by their importance in the tower, and what is dropped of a cell of the grid stays as one token.
 

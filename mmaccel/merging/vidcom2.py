@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from mmaccel_kernels.copies import first_copies, of_first
 from torch import Tensor
@@ -13,9 +11,8 @@ from ..core.budget import apportion
 from ..core.masks import group_sizes, top_in_groups
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import ProjectorMethod, TokenBatch
+from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import BLOCK, frame_numbers
-from ..method.registry import register
 from .film import spare
 
 #: variances of the Gaussians by which a token is near a centre, as in the program
@@ -23,7 +20,6 @@ _WIDTHS = (0.125, 0.25, 0.5, 1.0, 2.0)
 
 
 @register
-@dataclass(frozen=True)
 class VidCom2(ProjectorMethod):
     """Keep the tokens that are far from the mean of their frame and of the clip; unusual frames get more of the budget.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -14,8 +13,7 @@ from torch.nn.functional import normalize
 from ..core.masks import even_in_groups, leftmost
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import ProjectorMethod, TokenBatch
-from ..method.registry import register
+from ..method import ProjectorMethod, TokenBatch, register
 from .everest import moved
 from .film import Film, spare
 
@@ -23,7 +21,6 @@ _TARGETS = ("uniform", "centre", "motion")
 
 
 @register
-@dataclass(frozen=True)
 class Vtm(ProjectorMethod):
     """Bipartite merging over the whole clip, with chosen receivers.
 

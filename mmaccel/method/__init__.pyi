@@ -11,6 +11,7 @@ from .layers import LayerAttention, LayerMethod, Layerwise
 from .model_options import Loaded
 from .patches import PatchMethod
 from .preview import PreviewMethod
+from .registry import register
 from .returning import ReturningMethod
 from .reuse import ReuseMethod
 from .sparse_read import KeyUnits, Observed, Picked, ReadingPolicy, ReadStep
@@ -53,4 +54,5 @@ __all__ = [
     "TokenBatch",
     "TokenMethod",
     "TowerFacts",
+    "register",
 ]

@@ -1,7 +1,7 @@
 """Base of every method: one published idea at one site, as a pure function of tensors.
 
-Write a subclass as a frozen dataclass (its fields are the method's options), give it a ``name``, decorate it with
-:func:`mmaccel.register`, and use it by name. Checks, budgets, rounding, gathering and positions are done for it.
+Write a subclass, give it a ``name``, decorate it with :func:`mmaccel.register`, and use it by name. Its annotated attributes
+are its options. Checks, budgets, rounding, gathering and positions are done for it.
 """
 
 from __future__ import annotations

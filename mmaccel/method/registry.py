@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pkgutil import iter_modules
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 from ..errors import MmaccelError
 from .base import Method
@@ -24,8 +25,12 @@ _methods: dict[str, type[Method]] = {}
 _loaded = False
 
 
+@dataclass_transform(frozen_default=True)
 def register(method: T) -> T:
     """Class decorator: make a method usable by its ``name`` in recipes, ``accelerate_vlm`` and the command line.
+
+    Annotated attributes with a default become the options of the method: the class is made a frozen dataclass, unless it is
+    one already or has an ``__init__`` of its own.
 
     Raises
     ------
@@ -35,7 +40,6 @@ def register(method: T) -> T:
     Examples
     --------
     >>> @register
-    ... @dataclass(frozen=True)
     ... class FirstTokens(ProjectorMethod):
     ...     '''Keep the beginning of every picture.'''
     ...
@@ -49,6 +53,8 @@ def register(method: T) -> T:
     name = getattr(method, "name", None)
     if not isinstance(name, str) or not name:
         raise MmaccelError(f"{method.__qualname__} has no `name`; give the class a unique name such as 'my-method'.")
+    if "__init__" not in vars(method):
+        dataclass(frozen=True)(method)
     known = _methods.get(name)
     if known is not None and known.__qualname__ != method.__qualname__:
         raise MmaccelError(f"The name {name!r} is taken by {known.__module__}.{known.__qualname__}; choose another.")

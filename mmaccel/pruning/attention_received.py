@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import ProjectorMethod, Tap, TokenBatch
-from ..method.registry import register
+from ..method import ProjectorMethod, Tap, TokenBatch, register
 
 
 @register
-@dataclass(frozen=True)
 class AttentionReceived(ProjectorMethod):
     """Rank tokens by the attention they receive from all tokens of the vision tower.
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from ..core.reduction import Reduction
-from ..method import ProjectorMethod, TokenBatch
-from ..method.registry import get_method, register
+from ..method import ProjectorMethod, TokenBatch, register
+from ..method.registry import get_method
 
 
 @register
-@dataclass(frozen=True)
 class Balanced(ProjectorMethod):
     """``spacetime``, by the following rule.
 

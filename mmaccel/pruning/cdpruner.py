@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from mmaccel_kernels.copies import first_copies, of_first
 from mmaccel_kernels.dpp import greedy_dpp
@@ -12,8 +10,7 @@ from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction
 from ..errors import UnsupportedError
-from ..method import ModelFacts, ProjectorMethod, Tap, TokenBatch
-from ..method.registry import register
+from ..method import ModelFacts, ProjectorMethod, Tap, TokenBatch, register
 from ._shared import filled, on_grid
 
 #: the share of a token's own variance below which what is left of it is rounding
@@ -23,7 +20,6 @@ _FLOOR = 1e-6
 
 
 @register
-@dataclass(frozen=True)
 class CDPruner(ProjectorMethod):
     """Greedy determinantal point process on similarity, conditioned on the question.
 

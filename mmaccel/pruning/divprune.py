@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from mmaccel_kernels.maxmin import max_min
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction
-from ..method import Grid, ProjectorMethod, TokenBatch
-from ..method.registry import register
+from ..method import Grid, ProjectorMethod, TokenBatch, register
 
 #: cosine distances below this are rounding, and count as zero: exact copies then tie on every machine
 _NOISE = 1e-6
 
 
 @register
-@dataclass(frozen=True)
 class DivPrune(ProjectorMethod):
     """Greedy max-min diversity on the tokens the language model would read.
 

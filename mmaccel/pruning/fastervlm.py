@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from ..core.reduction import Reduction
-from ..method import AttentionGuided, TokenBatch
-from ..method.registry import register
+from ..method import AttentionGuided, TokenBatch, register
 
 
 @register
-@dataclass(frozen=True)
 class FasterVLM(AttentionGuided):
     """Rank tokens by CLS attention in one layer of the vision tower.
 

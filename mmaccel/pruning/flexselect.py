@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from ..core.reduction import Reduction
-from ..method import Grid, LayerAttention, PreviewMethod, TokenBatch
+from ..method import Grid, LayerAttention, PreviewMethod, TokenBatch, register
 from ..method.blocks import question_peak
-from ..method.registry import register
 
 
 @register
-@dataclass(frozen=True)
 class FlexSelect(PreviewMethod):
     """The training-free ranking of FlexSelect: text-to-video attention in one reference layer, before anything is answered.
 

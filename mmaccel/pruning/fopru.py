@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -11,12 +10,10 @@ from torch import Tensor
 from ..core.masks import ranks, resorted
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import AttentionGuided, Grid, TokenBatch
-from ..method.registry import register
+from ..method import AttentionGuided, Grid, TokenBatch, register
 
 
 @register
-@dataclass(frozen=True)
 class FoPru(AttentionGuided):
     """Focal pruning: rank by attention in the vision tower, tokens one by one or whole rows of the grid.
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import LayerAttention, PreviewMethod, TokenBatch
-from ..method.registry import register
+from ..method import LayerAttention, PreviewMethod, TokenBatch, register
 
 
 @register
-@dataclass(frozen=True)
 class GemFilter(PreviewMethod):
     """Two passes: the last token's query in an early layer says what of the prompt is worth a second one.
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..core.masks import true_first
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import Grid, ProjectorMethod, Tap, TokenBatch
-from ..method.registry import register
+from ..method import Grid, ProjectorMethod, Tap, TokenBatch, register
 from ._shared import beside, filled
 
 
 @register
-@dataclass(frozen=True)
 class HiPrune(ProjectorMethod):
     """Anchor, buffer and register tokens by the attention that tokens receive in two layers of the vision tower.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -11,14 +9,12 @@ from ..core.budget import apportion
 from ..core.masks import group_sizes, top_in_groups
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError, UnsupportedError
-from ..method import Grid, ModelFacts, ProjectorMethod, Tap, TokenBatch
-from ..method.registry import register
+from ..method import Grid, ModelFacts, ProjectorMethod, Tap, TokenBatch, register
 from ..method.tokens import Foreseen
 from ._shared import on_grid
 
 
 @register
-@dataclass(frozen=True)
 class HiRED(ProjectorMethod):
     """A fixed budget for a tiled image, distributed over the whole image and its tiles by attention.
 

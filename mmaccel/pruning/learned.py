@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from ..core.reduction import Reduction, Residual, top_mask
 from ..errors import UnsupportedError
-from ..method import ModelFacts, ProjectorMethod, TokenBatch
-from ..method.registry import get_method, register
+from ..method import ModelFacts, ProjectorMethod, TokenBatch, register
+from ..method.registry import get_method
 from ..method.selector import Selector, described, selector_folder
 
 #: of the picks of ``spacetime``, how many times as many as are to stay have a worth of their own
@@ -22,7 +21,6 @@ _LEAST, _MOST = 1e-6, 4.0
 
 
 @register
-@dataclass(frozen=True)
 class Learned(ProjectorMethod):
     """The tokens that a selector asks for, which ``mmaccel distil`` trained for this model, and that differ from each other.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from mmaccel_kernels.copies import first_copies
 from torch import Tensor
@@ -12,15 +10,13 @@ from torch.nn.functional import normalize
 from ..core.masks import leftmost
 from ..core.reduction import Links, Reduction, top_mask
 from ..errors import MmaccelError, UnsupportedError
-from ..method import AttentionGuided, Grid, ModelFacts, Tap, TokenBatch
+from ..method import AttentionGuided, Grid, ModelFacts, Tap, TokenBatch, register
 from ..method.blocks import BLOCK
-from ..method.registry import register
 from ..method.tokens import Foreseen
 from ._shared import filled
 
 
 @register
-@dataclass(frozen=True)
 class PruMerge(AttentionGuided):
     """Tokens whose attention is an outlier stay; the others are merged into them and into one additional token.
 
@@ -113,7 +109,6 @@ class PruMerge(AttentionGuided):
 
 
 @register
-@dataclass(frozen=True)
 class PruMergePlus(PruMerge):
     """PruMerge with evenly spaced tokens in addition to the outliers, three times as many.
 

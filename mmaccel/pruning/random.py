@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..core.masks import ranks
 from ..core.reduction import Reduction
-from ..method import ProjectorMethod, TokenBatch
-from ..method.registry import register
+from ..method import ProjectorMethod, TokenBatch, register
 
 
 @register
-@dataclass(frozen=True)
 class Random(ProjectorMethod):
     """Keep tokens drawn uniformly without replacement; the tokens of a picture are drawn together.
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from ..core.reduction import Reduction
-from ..method import ProjectorMethod, Tap, TokenBatch
-from ..method.registry import register
+from ..method import ProjectorMethod, Tap, TokenBatch, register
 
 
 @register
-@dataclass(frozen=True)
 class RepresentationShift(ProjectorMethod):
     """Rank tokens by how far an MLP of the vision tower moves them.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -12,13 +11,11 @@ from torch.nn.functional import avg_pool1d, max_pool1d, pad
 from ..core.budget import layer_at
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import DraftMethod, LayerAttention, TokenBatch
+from ..method import DraftMethod, LayerAttention, TokenBatch, register
 from ..method.model_options import Loaded
-from ..method.registry import register
 
 
 @register
-@dataclass(frozen=True)
 class SpecPC(DraftMethod):
     """The visual tokens that the last prompt tokens attend to in the draft, with their neighbours.
 

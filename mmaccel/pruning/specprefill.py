@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,13 +11,11 @@ from torch.nn.functional import avg_pool1d
 
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import DraftMethod, Grid, LayerAttention, TokenBatch
+from ..method import DraftMethod, Grid, LayerAttention, TokenBatch, register
 from ..method.model_options import Loaded
-from ..method.registry import register
 
 
 @register
-@dataclass(frozen=True)
 class SpecPrefill(DraftMethod):
     """The visual tokens that the draft attends to while it begins to answer.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from mmaccel_kernels.copies import first_copies, of_first
 from torch import Tensor
@@ -11,14 +9,12 @@ from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import AttentionGuided, Tap, TokenBatch
+from ..method import AttentionGuided, Tap, TokenBatch, register
 from ..method.blocks import BLOCK
-from ..method.registry import register
 from ._shared import filled
 
 
 @register
-@dataclass(frozen=True)
 class TokenCorr(AttentionGuided):
     """Information density by the similarity of keys, and sampling by late and early CLS attention.
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..core.reduction import Reduction
-from ..method import ProjectorMethod, TokenBatch
-from ..method.registry import register
+from ..method import ProjectorMethod, TokenBatch, register
 
 
 @register
-@dataclass(frozen=True)
 class Uniform(ProjectorMethod):
     """Keep ``k`` of ``n`` tokens at an even stride: slot ``floor((i + 1/2) n / k)`` for ``i = 0 .. k-1``.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -14,8 +13,7 @@ from torch.nn.functional import normalize
 from ..core.masks import leftmost, ranks
 from ..core.reduction import Links, Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import AttentionGuided, Tap, TokenBatch
-from ..method.registry import register
+from ..method import AttentionGuided, Tap, TokenBatch, register
 from ..method.tokens import by_row
 from ._shared import beside, filled
 
@@ -26,7 +24,6 @@ _PLACE = 0.5
 
 
 @register
-@dataclass(frozen=True)
 class VisionTrim(AttentionGuided):
     """Dominant tokens by a global and a local score, and complements that the question merges from the rest.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -14,13 +13,11 @@ from torch.nn.functional import normalize
 from ..core.masks import leftmost
 from ..core.reduction import Links, Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import AttentionGuided, Tap, TokenBatch
-from ..method.registry import register
+from ..method import AttentionGuided, Tap, TokenBatch, register
 from ._shared import filled
 
 
 @register
-@dataclass(frozen=True)
 class VisionZip(AttentionGuided):
     """Most of the budget goes to the tokens with most attention, the rest to merged tokens.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from mmaccel_kernels.copies import first_copies
 from mmaccel_kernels.matching import most_alike
@@ -13,13 +11,11 @@ from torch.nn.functional import normalize
 from ..core.masks import resorted, true_first
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import AttentionGuided, Tap, TokenBatch
-from ..method.registry import register
+from ..method import AttentionGuided, Tap, TokenBatch, register
 from ._shared import filled
 
 
 @register
-@dataclass(frozen=True)
 class VisPruner(AttentionGuided):
     """Important tokens by attention; from the rest, near copies are removed round by round.
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from ..core.reduction import Reduction
 from ..errors import MmaccelError, UnsupportedError
-from ..method import ModelFacts, ProjectorMethod, Tap, TokenBatch
-from ..method.registry import register
+from ..method import ModelFacts, ProjectorMethod, Tap, TokenBatch, register
 
 
 @register
-@dataclass(frozen=True)
 class VtcCls(ProjectorMethod):
     """Rank tokens by CLS attention, summed over layers of the vision tower.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
@@ -11,12 +10,11 @@ from mmaccel_kernels.pages import Code, Format, Pages, Plane
 from torch import Tensor
 
 from ...errors import MmaccelError
-from ...method.registry import register
+from ...method import register
 from .base import Codec, Cut
 
 
 @register
-@dataclass(frozen=True)
 class CalibQuant(Codec):
     """Visual keys and values quantised per channel over all visual tokens of the prompt, in a range narrower than theirs.
 

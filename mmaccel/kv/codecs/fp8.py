@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mmaccel_kernels.pages import Format
 
-from ...method.registry import register
+from ...method import register
 from .base import Codec
 
 
 @register
-@dataclass(frozen=True)
 class FP8(Codec):
     """Every token of every head in e4m3 with its own scale.
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, cast
 
 from mmaccel_kernels.pages import Code, Format
 
 from ...errors import MmaccelError
-from ...method.registry import register
+from ...method import register
 from .base import Codec, channel_group
 
 
 @register
-@dataclass(frozen=True)
 class KIVI(Codec):
     """Keys in groups of tokens per channel, values in groups of channels per token, the newest tokens in full precision.
 

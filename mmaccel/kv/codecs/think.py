@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -10,13 +10,12 @@ from mmaccel_kernels.pages import Pages, Plane
 from torch import Tensor
 
 from ...errors import MmaccelError
-from ...method.registry import register
+from ...method import register
 from .base import Cut
 from .kivi import KIVI
 
 
 @register
-@dataclass(frozen=True)
 class ThinK(KIVI):
     """The channels of every key head with the least query-key energy are dropped; the others are quantised as by KIVI.
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from ...core.masks import true_first
 from ...core.reduction import top_mask
 from ...errors import MmaccelError
+from ...method import register
 from ...method.base import Variant
-from ...method.registry import register
 from .base import Codec, Cut
 
 _TWO_BITS, _SIGN, _WAVES, _THREE, _TERNARY = (
@@ -26,7 +26,6 @@ _TWO_BITS, _SIGN, _WAVES, _THREE, _TERNARY = (
 
 
 @register
-@dataclass(frozen=True)
 class VidKV(Codec):
     """Keys per channel, in 2 bits for channels of wide range and in 1 bit for the others; values in three levels.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -10,14 +9,12 @@ from torch import Tensor
 
 from ...core.masks import suffix_sums
 from ...errors import MmaccelError
-from ...method import LayerAttention
-from ...method.registry import register
+from ...method import LayerAttention, register
 from ..scoring.importance import by_group, column_sums
 from .h2o import H2O
 
 
 @register
-@dataclass(frozen=True)
 class A2SF(H2O):
     """H2O in which the attention paid by a query counts less with every later query.
 

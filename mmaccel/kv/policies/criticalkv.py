@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from ...core.reduction import top_mask
 from ...errors import MmaccelError, UnsupportedError
-from ...method import KeyBatch, ModelFacts
-from ...method.registry import register
+from ...method import KeyBatch, ModelFacts, register
 from ..scoring.copies import of_first_keys
 from ..scoring.importance import outgoing_norm
 from .snapkv import SnapKV
 
 
 @register
-@dataclass(frozen=True)
 class CriticalKV(SnapKV):
     """SnapKV in two stages, of which the second weights attention by the norm of the projected value.
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ...core.reduction import top_mask
 from ...errors import MmaccelError
-from ...method import KeyBatch, Policy
-from ...method.registry import register
+from ...method import KeyBatch, Policy, register
 
 
 @register
-@dataclass(frozen=True)
 class DyCokeCache(Policy):
     """The dynamic cache: all keys are stored, and each step reads some of them (a sparse read).
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ...core.masks import resorted
 from ...errors import MmaccelError
-from ...method import KeyBatch, LayerAttention, Policy
-from ...method.registry import register
+from ...method import KeyBatch, LayerAttention, Policy, register
 from ..scoring.importance import column_sums
 
 
 @register
-@dataclass(frozen=True)
 class ElasticCache(Policy):
     """Merging by importance at the end of the prompt, a distance rule while decoding; all heads keep the same keys.
 

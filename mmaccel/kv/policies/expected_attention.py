@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ...errors import MmaccelError, UnsupportedError
-from ...method import KeyBatch, ModelFacts, Policy
-from ...method.registry import register
+from ...method import KeyBatch, ModelFacts, Policy, register
 from ..scoring.copies import of_first_keys
 
 
 @register
-@dataclass(frozen=True)
 class ExpectedAttention(Policy):
     """Score keys by the attention expected of future queries.
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
-from ...method import KeyBatch, LayerAttention, Policy
-from ...method.registry import register
+from ...method import KeyBatch, LayerAttention, Policy, register
 from ..scoring.importance import by_group, column_sums
 
 
 @register
-@dataclass(frozen=True)
 class H2O(Policy):
     """Score keys by the attention received from all queries.
 

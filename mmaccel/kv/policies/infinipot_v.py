@@ -9,12 +9,10 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, avg_pool2d, avg_pool3d, normalize
 
 from ...errors import MmaccelError
-from ...method import KeyBatch, Policy
-from ...method.registry import register
+from ...method import KeyBatch, Policy, register
 
 
 @register
-@dataclass(frozen=True)
 class InfiniPotV(Policy):
     """The budget of a clip is shared by temporal redundancy (TaR) and value norm (VaN).
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ...method import KeyBatch, Policy
-from ...method.registry import register
+from ...method import KeyBatch, Policy, register
 
 
 @register
-@dataclass(frozen=True)
 class KeyDiff(Policy):
     """Score keys by ``s_k = -cos(k, mean of the normalised keys)``, in each head.
 

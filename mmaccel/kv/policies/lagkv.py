@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ...core.masks import ranks, true_first
 from ...errors import MmaccelError
-from ...method import KeyBatch, Policy
-from ...method.registry import register
+from ...method import KeyBatch, Policy, register
 
 
 @register
-@dataclass(frozen=True)
 class LagKV(Policy):
     """Score keys by how much their channels vary, relative to the range of the next partition.
 

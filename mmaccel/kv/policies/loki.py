@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from mmaccel_kernels.loki import low_rank_logits
 from mmaccel_kernels.quest import Join
 from torch import Tensor
 
 from ...errors import MmaccelError
-from ...method import KeyUnits, ReadingPolicy, ReadStep
-from ...method.registry import register
+from ...method import KeyUnits, ReadingPolicy, ReadStep, register
 from ...method.sparse_read import check_reduce
 
 
 @register
-@dataclass(frozen=True)
 class Loki(ReadingPolicy):
     """Every decode step reads the visual keys with the largest logits in a low dimension; all keys stay stored.
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ...core.budget import layer_at
 from ...errors import MmaccelError
-from ...method import KeyBatch, Policy
-from ...method.registry import register
+from ...method import KeyBatch, Policy, register
 
 
 @register
-@dataclass(frozen=True)
 class MustDropCache(Policy):
     """The output-aware cache: a visual key stays only if its token reaches the last layer.
 

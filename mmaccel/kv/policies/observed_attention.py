@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from ...method import KeyBatch
-from ...method.registry import register
+from ...method import KeyBatch, register
 from .h2o import H2O
 
 
 @register
-@dataclass(frozen=True)
 class ObservedAttention(H2O):
     """H2O without its bias towards early keys: ``s_k = sum_q A[h, q, k] / #{q that may attend to k}``.
 

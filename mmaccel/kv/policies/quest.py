@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from mmaccel_kernels.quest import Join, page_bounds
 from torch import Tensor
 
 from ...errors import MmaccelError
-from ...method import KeyUnits, ReadingPolicy, ReadStep
-from ...method.registry import register
+from ...method import KeyUnits, ReadingPolicy, ReadStep, register
 from ...method.sparse_read import check_reduce
 
 
 @register
-@dataclass(frozen=True)
 class Quest(ReadingPolicy):
     """Every decode step reads the pages of visual keys that may hold the largest logits; all keys stay stored.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -11,14 +10,12 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from ...errors import MmaccelError
-from ...method import KeyBatch, Policy
-from ...method.registry import register
+from ...method import KeyBatch, Policy, register
 from ..scoring.copies import of_first_keys
 from ..scoring.importance import by_group
 
 
 @register
-@dataclass(frozen=True)
 class SnapKV(Policy):
     """Score keys by the attention paid by the prompt's last queries, smoothed along the sequence.
 

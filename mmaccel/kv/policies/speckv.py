@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -10,17 +9,15 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from ...errors import MmaccelError
-from ...method import DraftPolicy, KeyBatch, LayerAttention
+from ...method import DraftPolicy, KeyBatch, LayerAttention, register
 from ...method.blocks import row_blocks
 from ...method.model_options import Loaded
-from ...method.registry import register
 from ..scoring.copies import of_first_keys
 from ..scoring.importance import by_group
 from .snapkv import own_keys, window_attention, window_sight
 
 
 @register
-@dataclass(frozen=True)
 class SpecKV(DraftPolicy):
     """Score keys by the attention that the prompt's last queries, and those of an answer by a smaller model, pay in this model.
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...errors import MmaccelError
-from ...method import KeyUnits, Observed, ReadingPolicy, ReadStep
-from ...method.registry import register
+from ...method import KeyUnits, Observed, ReadingPolicy, ReadStep, register
 from ...method.sparse_read import Picked, agree, best, by_kv_head, check_reduce
 
 #: entries of the similarities of keys and centroids that are made at once
@@ -20,7 +18,6 @@ TIE = 1e-5
 
 
 @register
-@dataclass(frozen=True)
 class SqueezedAttention(ReadingPolicy):
     """Every decode step reads the visual keys whose cluster is estimated above a threshold; all keys stay stored.
 

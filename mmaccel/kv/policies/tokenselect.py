@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from mmaccel_kernels.alike import keep_alike
 from mmaccel_kernels.votes import votes as votes_of
 from torch import Tensor
 
 from ...errors import MmaccelError
-from ...method import ReadingPolicy, ReadStep
-from ...method.registry import register
+from ...method import ReadingPolicy, ReadStep, register
 from ...method.sparse_read import Picked, best
 
 
 @register
-@dataclass(frozen=True)
 class TokenSelect(ReadingPolicy):
     """Every decode step reads the visual keys that get most votes of all heads; all keys stay stored.
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from mmaccel_kernels.importance import importance
 from torch import Tensor
 
-from ...method import KeyBatch, Policy
-from ...method.registry import register
+from ...method import KeyBatch, Policy, register
 from ..scoring.copies import of_first_keys
 
 
 @register
-@dataclass(frozen=True)
 class Tova(Policy):
     """Score keys by the attention paid by the last query, mean over all heads, so that all heads keep the same keys.
 

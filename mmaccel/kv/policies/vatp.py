@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from ...method import KeyBatch
-from ...method.registry import register
+from ...method import KeyBatch, register
 from .h2o import H2O
 
 
 @register
-@dataclass(frozen=True)
 class VATP(H2O):
     """Score keys by the attention received times the L1 norm of their value.
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ...core.masks import suffix_sums
-from ...method import KeyBatch, LayerAttention, Policy
-from ...method.registry import register
+from ...method import KeyBatch, LayerAttention, Policy, register
 from ..scoring.importance import behind_pictures, by_group, column_sums
 
 
 @register
-@dataclass(frozen=True)
 class VLCache(Policy):
     """Score keys by the attention paid by the post-vision queries.
 

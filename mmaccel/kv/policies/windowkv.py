@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ...errors import MmaccelError
-from ...method import KeyBatch, Policy
-from ...method.registry import register
+from ...method import KeyBatch, Policy, register
 from ..scoring.chunks import place_in_chunk
 from .snapkv import window_attention
 
 
 @register
-@dataclass(frozen=True)
 class WindowKV(Policy):
     """Score windows of neighbouring keys by the attention paid by the prompt's last queries, for all heads together.
 
