@@ -51,10 +51,9 @@ class PiToMe(EncoderMethod):
     matching: Literal["energy", "bsm", "text"] = "energy"
 
     def __post_init__(self) -> None:
-        if self.matching not in _MATCHING:
-            raise MmaccelError(f"pitome knows matching 'energy', 'bsm' and 'text', not {self.matching!r}.")
+        super().__post_init__()
         if self.matching == "text" and self.margin is not None and self.margin >= 1:
-            raise MmaccelError(f"pitome's matching 'text' needs a margin below 1, not {self.margin}.")
+            raise MmaccelError(f"`margin` of pitome must be less than 1 with matching='text', got {self.margin}.")
 
     def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:
         """The same share of the tokens left in each layer; whole numbers that sum to ``tokens - kept``."""

@@ -7,7 +7,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..errors import MmaccelError
 from ..method import PatchMethod, register
 
 
@@ -41,20 +40,12 @@ class PixelPrune(PatchMethod):
     name = "pixelprune"
     summary = "patches that a neighbour predicts, pixel by pixel, do not enter the vision tower"
     paper = "github.com/OPPO-Mente-Lab/PixelPrune"
+    limits = {"threshold": "[0, inf)"}
 
     scan: Literal["pred_2d", "raster", "serpentine"] = "pred_2d"
     metric: Literal["max", "mae", "rmse"] = "max"
     threshold: float = 0.0
     anchored: bool = True
-
-    def __post_init__(self) -> None:
-        for name, known in (("scan", ("pred_2d", "raster", "serpentine")), ("metric", ("max", "mae", "rmse"))):
-            if getattr(self, name) not in known:
-                raise MmaccelError(f"pixelprune: {name}={getattr(self, name)!r} is unknown; use {', '.join(known)}.")
-        if not self.threshold >= 0:
-            raise MmaccelError(
-                f"pixelprune: threshold={self.threshold} must not be negative; 0 leaves out copies only."
-            )
 
     def predict(self, pixels: Tensor) -> Tensor:
         """``[N, h, w, d] -> [N, h * w]``."""

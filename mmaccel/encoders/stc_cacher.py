@@ -7,7 +7,6 @@ from torch.nn.functional import cosine_similarity
 
 from ..core.masks import true_first
 from ..core.reduction import top_mask
-from ..errors import MmaccelError
 from ..method import ReuseMethod, register
 
 
@@ -35,15 +34,10 @@ class StcCacher(ReuseMethod):
     name = "stc-cacher"
     summary = "of every other frame only the tokens whose keys changed run through the vision tower"
     paper = "arXiv 2512.00891"
+    limits = {"share": "(0, 1]", "interval": "[1, inf)"}
 
     share: float = 0.25
     interval: int = 2
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise MmaccelError(f"stc-cacher needs a share above 0 and up to 1, not {self.share}.")
-        if self.interval < 1:
-            raise MmaccelError(f"stc-cacher needs an interval of 1 frame or more, not {self.interval}.")
 
     def references(self, frames: int) -> list[int]:
         """The last frame at a multiple of the interval."""

@@ -52,6 +52,7 @@ class ToMe(EncoderMethod):
     coarse: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         known = self.pace in ("constant", "decreasing")
         if isinstance(self.pace, tuple):
             known = min(self.pace, default=-1) >= 0 and sum(self.pace) > 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import MmaccelError, UnsupportedError
+from ..errors import UnsupportedError
 from ..method import FramesMethod, register
 from .clip import FrameEncoder
 from .resize import SHORTEST, shrunk
@@ -58,14 +58,11 @@ class ClipCrop(FramesMethod):
     summary = "the region of a picture most like the question, by CLIP"
     paper = "arXiv 2310.16033"
     needs_question = True
+    limits = {"cut": "[0, 0.5]"}
 
     query: str = ""
     clip_model: str | None = None
     cut: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.cut <= 0.5:
-            raise MmaccelError(f"clip-crop cannot cut off cut={self.cut} of a side at once; give a share up to 0.5.")
 
     def picture(self, image: PILImage, retain: float) -> PILImage:
         """The region of one picture."""

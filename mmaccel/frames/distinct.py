@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-from ..errors import MmaccelError
 from ..method import FrameChoice, register
 from .uniform import middles
 
@@ -30,12 +29,9 @@ class DistinctFrames(FrameChoice):
     summary = "frames that differ from the one shown before (temporal de-duplication)"
     budget = "at_most"
     default_retain = 1.0
+    limits = {"threshold": "[0, 255]"}
 
     threshold: float = 3.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.threshold <= 255.0:
-            raise MmaccelError(f"distinct-frames cannot use threshold={self.threshold}; give one from 0 to 255.")
 
     def choose(self, frames: np.ndarray, retain: float) -> np.ndarray:
         """``[T']`` int64 ascending; fewer than the budget where little changes."""

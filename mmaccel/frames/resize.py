@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from ..errors import MmaccelError
 from ..method import FramesMethod, register
 
 if TYPE_CHECKING:
@@ -34,12 +33,9 @@ class Resize(FramesMethod):
 
     name = "resize"
     summary = "smaller pictures (baseline)"
+    limits = {"frames": "(0, 1]"}
 
     frames: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.frames <= 1.0:
-            raise MmaccelError(f"resize cannot keep frames={self.frames} of a clip; give a share in (0, 1].")
 
     def picture(self, image: PILImage, retain: float) -> PILImage:
         """One picture; palettes become RGB, as they cannot be interpolated."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import MmaccelError
 from ..method import FrameChoice, register
 from .distinct import thumbnails
 from .uniform import middles
@@ -29,12 +28,9 @@ class SceneFrames(FrameChoice):
 
     name = "scene-frames"
     summary = "frames from every scene, by changes of colour (cheap)"
+    limits = {"threshold": "(0, 255]"}
 
     threshold: float = 27.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.threshold <= 255.0:
-            raise MmaccelError(f"scene-frames cannot use threshold={self.threshold}; give one above 0, up to 255.")
 
     def pick(self, frames: np.ndarray, count: int) -> np.ndarray:
         """``frames [T, H, W, 3]`` -> ``[count]``."""

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ..core.reduction import Reduction
-from ..errors import MmaccelError
 from ..method import Grid, LayerAttention, LayerMethod, TokenBatch, register
 from ..method.blocks import row_blocks, upto
 
@@ -45,19 +44,12 @@ class AimPageRank(LayerMethod):
     summary = "visual tokens that a page rank walk over a layer's attention ends at"
     paper = "arXiv 2412.03248"
     default_retain = 0.25
+    limits = {"tau": "(0, inf)", "iterations": "[1, inf)", "teleport": "[0, 1)"}
 
     layer: float = 15
     tau: float = 0.1
     iterations: int = 5
     teleport: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.tau > 0 and self.iterations >= 1 and 0 <= self.teleport < 1):
-            raise MmaccelError(
-                "aim-pagerank needs tau > 0, iterations >= 1 and teleport in [0, 1), not "
-                f"{self.tau}, {self.iterations} and {self.teleport}."
-            )
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """The program rounds down."""

@@ -11,7 +11,6 @@ from torch.nn.functional import normalize
 
 from ..core.masks import resorted
 from ..core.reduction import Reduction, top_mask
-from ..errors import MmaccelError
 from ..method import Grid, LayerAttention, LayerMethod, TokenBatch, register
 
 
@@ -52,18 +51,11 @@ class DART(LayerMethod):
     default_retain = 0.222
     needs_question: ClassVar[bool] = True
     last_norm: ClassVar[bool] = True
+    limits = {"image_pivots": "[1, inf)", "text_pivots": "[0, inf)"}
 
     layer: float = 2
     image_pivots: int = 4
     text_pivots: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.image_pivots < 1 or self.text_pivots < 0:
-            raise MmaccelError(
-                f"dart needs image_pivots of 1 or more and text_pivots of 0 or more, not {self.image_pivots} and "
-                f"{self.text_pivots}."
-            )
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """The program's pivots and the same whole number of tokens for each."""

@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from ..core.reduction import Reduction
-from ..errors import MmaccelError
 from ..method import LayerAttention, LayerMethod, TokenBatch, register
 
 
@@ -34,17 +33,11 @@ class FastKVTokens(LayerMethod):
     summary = "tokens the last prompt queries attend to, from the middle of the language model on"
     paper = "arXiv 2502.01068"
     default_retain = 0.2
+    limits = {"window": "[1, inf)", "kernel": "odd"}
 
     layer: float = 16
     window: int = 8
     kernel: int = 7
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
-            raise MmaccelError(
-                f"fastkv-tokens needs window >= 1 and an odd kernel, not {self.window} and {self.kernel}."
-            )
 
     def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``window_attention [B, K]``: sums over window and heads; the window's own keys count as zero."""

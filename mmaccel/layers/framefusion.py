@@ -65,6 +65,7 @@ class FrameFusion(LayerMethod):
     paper = "arXiv 2501.01986"
     default_retain = 0.274
     lowest = 0
+    limits = {"through": "[0, inf) or (0.0, 1.0]"}
 
     layer: float = 1
     similarity: float = 0.6
@@ -76,8 +77,6 @@ class FrameFusion(LayerMethod):
             raise MmaccelError(
                 f"{self.name} at one layer prunes by the attention before it; give a layer of 1 or more, or through=1.0."
             )
-        if self.through is not None and not (0 < self.through <= 1 or isinstance(self.through, int)):
-            raise MmaccelError(f"{self.name}: through={self.through} is no layer; give a number, or a share up to 1.0.")
 
     def fit(self, family: ModelFacts) -> FrameFusion:
         """Replace shares of the depth by layers."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from ..core.budget import apportion
 from ..core.masks import group_sizes, top_in_groups
 from ..core.reduction import Reduction
-from ..errors import MmaccelError
 from ..method import LayerAttention, LayerMethod, TokenBatch, register
 from ..method.blocks import question_mean
 
@@ -44,14 +43,10 @@ class METokPrune(LayerMethod):
     unit = "picture"
     default_retain = 0.5
     reads: ClassVar[tuple[str, ...]] = ("event", "key_event")
+    limits = {"others": "[0, 1]"}
 
     layer: float = 3
     others: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0.0 <= self.others <= 1.0:
-            raise MmaccelError(f"others={self.others} of {self.name} is no share between 0 and 1.")
 
     def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``text_mean [B, K]``: mean over heads and the text behind the pictures."""

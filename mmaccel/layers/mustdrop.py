@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.reduction import Reduction, top_mask
-from ..errors import MmaccelError, UnsupportedError
+from ..errors import UnsupportedError
 from ..method import LayerAttention, LayerMethod, Method, ModelFacts, Tap, TokenBatch, register
 from ..method.blocks import row_blocks, upto
 
@@ -60,6 +60,7 @@ class MustDropFilter(LayerMethod):
     budget = "at_most"
     renumbers_inside: ClassVar[bool] = True
     default_retain = 1 / 3
+    limits = {"global_threshold": "(0, inf)", "individual_threshold": "(0, inf)", "protect": "[0, 1]"}
 
     layer: float = 3
     global_threshold: float = 0.001
@@ -67,18 +68,6 @@ class MustDropFilter(LayerMethod):
     adaptive: bool = False
     protect: float = 0.0
     query: Literal["auto", "cls", "all"] = "auto"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.global_threshold > 0 and self.individual_threshold > 0):
-            raise MmaccelError(
-                "mustdrop-filter needs thresholds above 0, not "
-                f"{self.global_threshold} and {self.individual_threshold}."
-            )
-        if not 0.0 <= self.protect <= 1.0:
-            raise MmaccelError(f"protect={self.protect} is no share of the tokens, which lies between 0 and 1.")
-        if self.query not in ("auto", "cls", "all"):
-            raise MmaccelError(f"mustdrop-filter knows query 'auto', 'cls' and 'all', not {self.query!r}.")
 
     def fit(self, family: ModelFacts) -> Method:
         """``auto`` becomes ``cls`` or ``all``; a share of the depth becomes a layer."""

@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from ..core.reduction import Reduction
-from ..errors import MmaccelError
 from ..method import LayerAttention, LayerMethod, TokenBatch, register
 
 
@@ -38,15 +37,11 @@ class PromptDistill(LayerMethod):
     summary = "tokens the last prompt token's query matches, from layer 14 on"
     paper = "arXiv 2503.23274"
     default_retain = 0.25
+    limits = {"kernel": "odd"}
 
     layer: float = 14
     pooling: bool = True
     kernel: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise MmaccelError(f"promptdistill needs an odd kernel, not {self.kernel}.")
 
     def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``prompt_logits [B, K]``, mean over heads; ``-inf`` for keys that the last token may not attend to."""

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ..core.masks import question, ranks, resorted
 from ..core.reduction import Links, Reduction
-from ..errors import MmaccelError
 from ..method import LayerAttention, LayerMethod, TokenBatch, register
 from ..method.blocks import BLOCK, row_blocks, upto
 from ..method.density_peaks import centres, density_peaks, nearest_centre
@@ -51,21 +50,13 @@ class SparseVLM(LayerMethod):
     budget = "at_most"
     renumbers_inside = True
     default_retain = 1 / 3
+    limits = {"recycle": "[0, 1]", "heads": "[1, inf) or (0.0, 1.0]", "scale": "(0, inf)"}
 
     layer: float = 3
     recycle: float = 0.3
     heads: float = 1.0
     adaptive: bool = False
     scale: float = 13.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0.0 <= self.recycle <= 1.0:
-            raise MmaccelError(f"recycle={self.recycle} is no share of the dropped tokens, which lies between 0 and 1.")
-        if self.heads < 1 if isinstance(self.heads, int) else not 0.0 < self.heads <= 1.0:
-            raise MmaccelError(f"heads={self.heads} is no number of heads, and no share of them between 0 and 1.")
-        if not self.scale > 0:
-            raise MmaccelError(f"{self.name} needs a scale above 0, not {self.scale}.")
 
     @classmethod
     def prepare(cls, hidden: Tensor, text: Tensor, visual: Tensor) -> dict[str, Tensor]:

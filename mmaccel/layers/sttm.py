@@ -49,6 +49,7 @@ class Sttm(LayerMethod):
     paper = "arXiv 2507.07990"
     budget = "adaptive"
     default_retain: ClassVar[float | None] = 1.0
+    limits = {"root": "[0, inf)", "heads": "[1, inf)"}
 
     layer: float = 2
     spatial: float = 0.85
@@ -57,13 +58,6 @@ class Sttm(LayerMethod):
     weighted: bool = False
     heads: int = 1
     single: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.root < 0 or self.heads < 1:
-            raise MmaccelError(
-                f"sttm needs root of 0 or more and heads of 1 or more, not {self.root} and {self.heads}."
-            )
 
     def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """Nothing of attention."""

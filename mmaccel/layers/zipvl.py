@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..core.reduction import Reduction, top_mask
-from ..errors import MmaccelError
 from ..method import LayerAttention, LayerMethod, TokenBatch, register
 from ..method.blocks import row_blocks
 
@@ -45,18 +44,12 @@ class ZipVL(LayerMethod):
     paper = "arXiv 2410.08584"
     budget = "at_most"
     default_retain = 0.25
+    limits = {"probes": "[1, inf)", "tau": "(0, 1]"}
 
     layer: float = 2
     probes: int = 64
     adaptive: bool = False
     tau: float = 0.975
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.probes < 1 or not 0 < self.tau <= 1:
-            raise MmaccelError(
-                f"{self.name} needs probes of 1 or more and tau in (0, 1], not {self.probes} and {self.tau}."
-            )
 
     def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``probe_attention`` and ``probe_mean [B, K]``: what the probes pay to each key, in sum and of those that see it."""

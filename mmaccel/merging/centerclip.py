@@ -11,7 +11,6 @@ from torch.nn.functional import normalize
 
 from ..core.masks import group_sizes
 from ..core.reduction import Reduction
-from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
 from .film import alike, share, spare
@@ -51,22 +50,12 @@ class CenterClip(ProjectorMethod):
     paper = "arXiv 2205.00823"
     unit = "picture"
     default_retain: ClassVar[float | None] = 0.5
+    limits = {"frames": "[1, inf)", "iterations": "[1, inf)"}
 
     frames: int = 2
     distance: Literal["euclidean", "cosine"] = "euclidean"
     aggregate: Literal["medoid", "mean"] = "medoid"
     iterations: int = 80
-
-    def __post_init__(self) -> None:
-        if self.frames < 1 or self.iterations < 1:
-            raise MmaccelError(
-                f"centerclip needs frames and iterations of 1 or more, not {self.frames}, {self.iterations}."
-            )
-        if self.distance not in ("euclidean", "cosine") or self.aggregate not in ("medoid", "mean"):
-            raise MmaccelError(
-                "centerclip knows distance 'euclidean' and 'cosine', and aggregate 'medoid' and 'mean', "
-                f"not {self.distance!r}, {self.aggregate!r}."
-            )
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``count [N]`` -> the medoids, or the means of their clusters at their slots."""

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction, top_mask
-from ..errors import MmaccelError
 from ..method import AttentionGuided, Grid, TokenBatch, register
 from ..method.density_peaks import centres, density_peaks
 from .film import Clip, Flat, by_clip, themselves
@@ -58,6 +57,13 @@ class FastVID(AttentionGuided):
     unit = "picture"
     budget = "at_most"
     default_retain = 0.1
+    limits = {
+        "segments": "[1, inf)",
+        "merged": "[0, 1]",
+        "stride": "[1, inf)",
+        "beta": "[0, 1]",
+        "neighbours": "[1, inf)",
+    }
 
     segments: int = 8
     tau: float = 0.9
@@ -65,13 +71,6 @@ class FastVID(AttentionGuided):
     stride: int = 4
     beta: float = 0.6
     neighbours: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (0.0 <= self.merged <= 1.0 and 0.0 <= self.beta <= 1.0):
-            raise MmaccelError(f"fastvid needs merged and beta between 0 and 1, not {self.merged} and {self.beta}.")
-        if min(self.segments, self.stride, self.neighbours) < 1:
-            raise MmaccelError("fastvid needs segments, stride and neighbours of 1 or more.")
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """Rounded down in every frame."""

@@ -12,7 +12,6 @@ from torch.nn.functional import normalize
 
 from ..core.budget import apportion
 from ..core.reduction import Links, Reduction, segment_sum
-from ..errors import MmaccelError
 from ..method import ProjectorMethod, Tap, TokenBatch, register
 from ..method.blocks import frame_numbers
 from .film import Flat
@@ -65,6 +64,7 @@ class FreeVideoLlm(ProjectorMethod):
     budget = "at_most"
     needs_question: ClassVar[bool] = True
     default_retain: ClassVar[float | None] = 0.1
+    limits = {"slow": "[0, inf)", "middle": "[0, inf)", "roi": "(0, 1]", "fast": "[0, 1]"}
 
     slow: int = 3
     middle: int = 5
@@ -72,13 +72,6 @@ class FreeVideoLlm(ProjectorMethod):
     fast: float = 0.3
     change: bool = False
     clip: str | None = None
-
-    def __post_init__(self) -> None:
-        if min(self.slow, self.middle) < 0 or not 0 < self.roi <= 1 or not 0 <= self.fast <= 1:
-            raise MmaccelError(
-                "free-video-llm needs slow and middle of 0 or more, roi above 0 and up to 1, and fast from 0 to 1, not "
-                f"{self.slow}, {self.middle}, {self.roi} and {self.fast}."
-            )
 
     @property
     def text_tower(self) -> str | None:

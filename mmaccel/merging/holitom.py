@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from ..core.reduction import Reduction, top_mask
-from ..errors import MmaccelError
 from ..method import ProjectorMethod, Tap, TokenBatch, register
 from ..method.density_peaks import centres, density_peaks, nearest_centre
 from .film import Clip, Flat, by_clip, themselves
@@ -56,6 +55,13 @@ class HoliTomMerge(ProjectorMethod):
     paper = "arXiv 2505.21334"
     unit = "picture"
     budget = "adaptive"
+    limits = {
+        "contextual": "[0, 1]",
+        "beta": "[0, 1]",
+        "neighbours": "[1, inf)",
+        "longest": "[1, inf)",
+        "layers": "not empty",
+    }
 
     tau: float = 0.8
     contextual: float = 0.0
@@ -63,14 +69,6 @@ class HoliTomMerge(ProjectorMethod):
     neighbours: int = 7
     longest: int = 1024
     layers: tuple[int | None, ...] = (None,)
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.contextual <= 1.0 or not (self.beta is None or 0.0 <= self.beta <= 1.0):
-            raise MmaccelError(
-                f"holitom-merge needs contextual and beta between 0 and 1, not {self.contextual}, {self.beta}."
-            )
-        if self.neighbours < 1 or self.longest < 1 or not self.layers:
-            raise MmaccelError("holitom-merge needs neighbours and longest of 1 or more, and a layer.")
 
     def taps(self) -> tuple[Tap, ...]:
         """Received attention of ``layers``."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction, segment_sum
-from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import BLOCK, cosine_of, frame_numbers
 from .film import spare
@@ -51,12 +50,9 @@ class KiToke(ProjectorMethod):
     paper = "arXiv 2604.03414"
     unit = "picture"
     conserves_mass: ClassVar[bool] = True
+    limits = {"bandwidth": "(0, inf)"}
 
     bandwidth: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.bandwidth > 0:
-            raise MmaccelError(f"kitoke needs bandwidth above 0, not {self.bandwidth}.")
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``count [N]`` -> the pick that each token flows into."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..core.reduction import Reduction
-from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
 from .aim import halvings, merge_in_rounds
@@ -44,13 +43,10 @@ class LongVlm(ProjectorMethod):
     paper = "arXiv 2404.03384"
     unit = "picture"
     conserves_mass: ClassVar[bool] = True
+    limits = {"frames": "[1, inf)", "heads": "[1, inf)"}
 
     frames: int = 10
     heads: int = 16
-
-    def __post_init__(self) -> None:
-        if self.frames < 1 or self.heads < 1:
-            raise MmaccelError(f"longvlm needs frames and heads of 1 or more, not {self.frames} and {self.heads}.")
 
     def rounds(self, size: int, keep: int) -> list[int]:
         """Number of tokens of a segment that each round removes."""

@@ -11,7 +11,6 @@ from torch.nn.functional import normalize
 from ..core.budget import apportion
 from ..core.masks import group_sizes
 from ..core.reduction import Reduction, segment_sum
-from ..errors import MmaccelError
 from ..method import ProjectorMethod, Tap, TokenBatch, register
 from ..method.blocks import frame_numbers
 from .pool import pool_by
@@ -55,17 +54,12 @@ class METokMerge(ProjectorMethod):
     budget = "at_most"
     needs_question: ClassVar[bool] = True
     default_retain: ClassVar[float | None] = 0.42
+    limits = {"events": "[1, inf)", "key": "[1, inf)", "fine": "[1, inf)"}
 
     events: int = 5
     key: int = 3
     fine: int = 6
     clip: str | None = None
-
-    def __post_init__(self) -> None:
-        if min(self.events, self.key, self.fine) < 1:
-            raise MmaccelError(
-                f"metok-merge needs events, key and fine of 1 or more, not {self.events}, {self.key} and {self.fine}."
-            )
 
     @property
     def text_tower(self) -> str | None:

@@ -49,6 +49,7 @@ class MovieChatMemory(MovieChat):
     merge: int = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.short < 1 or not 1 <= self.merge <= self.short:
             raise MmaccelError(
                 f"moviechat-memory needs fragments of 1 frame or more that leave 1 to all of them, not {self.short} and "

@@ -10,7 +10,6 @@ from torch.nn.functional import normalize
 
 from ..core.masks import group_sizes, ranks
 from ..core.reduction import Reduction
-from ..errors import MmaccelError
 from ..method import ProjectorMethod, Tap, TokenBatch, register
 from ..method.tokens import by_row
 
@@ -49,14 +48,11 @@ class MustDropMerge(ProjectorMethod):
     budget = "adaptive"
     conserves_mass: ClassVar[bool] = True
     default_retain: ClassVar[float | None] = 1.0
+    limits = {"window": "[2, inf)"}
 
     threshold: float = 0.8
     window: int = 3
     layer: int = 0
-
-    def __post_init__(self) -> None:
-        if self.window < 2:
-            raise MmaccelError(f"window={self.window} holds no neighbours; give 2 or more.")
 
     def taps(self) -> tuple[Tap, ...]:
         """Hidden states after ``layer``."""

@@ -8,7 +8,6 @@ from torch import Tensor
 from ..core.budget import apportion
 from ..core.masks import group_sizes
 from ..core.reduction import Reduction
-from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
 from .pool import pool_by
@@ -39,15 +38,10 @@ class ProgressivePool(ProjectorMethod):
     paper = "arXiv 2409.20018"
     unit = "picture"
     budget = "at_most"
+    limits = {"group": "[1, inf)", "detail": "[1, inf)"}
 
     group: int = 4
     detail: int = 4
-
-    def __post_init__(self) -> None:
-        if self.group < 1 or self.detail < 1:
-            raise MmaccelError(
-                f"progressive-pool needs group and detail of 1 or more, not {self.group} and {self.detail}."
-            )
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``cells [N, n, 3]``, ``count [N]`` -> windows of every frame, averaged."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction
-from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.density_peaks import centres, density_peaks, nearest_centre
 from .film import Clip, Flat, by_clip
@@ -51,17 +50,12 @@ class PruneVidMerge(ProjectorMethod):
     budget = "adaptive"
     conserves_mass: ClassVar[bool] = True
     default_retain: ClassVar[float | None] = 0.5
+    limits = {"scenes": "(0, 1]", "neighbours": "[1, inf)"}
 
     tau: float = 0.8
     scenes: float = 0.25
     neighbours: int = 7
     small: int = 14
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.scenes <= 1.0 or self.neighbours < 1:
-            raise MmaccelError(
-                f"prunevid-merge needs scenes in (0, 1] and neighbours of 1 or more, not {self.scenes}, {self.neighbours}."
-            )
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``count [N]`` (as a share of the unit) -> the slot each token flows into."""

@@ -12,7 +12,6 @@ from torch.nn.functional import normalize
 
 from ..core.masks import leftmost
 from ..core.reduction import Reduction, top_mask
-from ..errors import MmaccelError
 from ..method import ProjectorMethod, Tap, TokenBatch, register
 
 #: steps in which the number of tokens falls, each by the same factor
@@ -50,13 +49,10 @@ class QGVTC(ProjectorMethod):
     unit = "tile"
     needs_question: ClassVar[bool] = True
     default_retain = 0.125
+    limits = {"temperature": "(0, inf)"}
 
     clip: str | None = None
     temperature: float = 0.1
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise MmaccelError(f"temperature={self.temperature} of qg-vtc must be above 0.")
 
     @property
     def text_tower(self) -> str | None:

@@ -9,7 +9,6 @@ from torch.nn.functional import normalize
 
 from ..core.masks import group_sizes
 from ..core.reduction import Reduction
-from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import cosine_to
 from .film import Film, alike
@@ -51,12 +50,9 @@ class SpaceTime(ProjectorMethod):
     summary = "tokens that are far from others of their frame, where the clip changes"
     unit = "picture"
     default_retain = 0.25
+    limits = {"change": "(0, inf)"}
 
     change: float = 4.0
-
-    def __post_init__(self) -> None:
-        if not self.change > 0:
-            raise MmaccelError(f"spacetime needs change above 0, not {self.change}.")
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> the picked slots."""

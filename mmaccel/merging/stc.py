@@ -9,7 +9,6 @@ from torch.nn.functional import normalize
 
 from ..core.masks import top_in_groups
 from ..core.reduction import Reduction
-from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
 from .film import share, spare
@@ -45,12 +44,9 @@ class StcPruner(ProjectorMethod):
     summary = "tokens unlike their frame and unlike what the stream showed before"
     paper = "arXiv 2512.00891"
     unit = "picture"
+    limits = {"chunk": "[1, inf)"}
 
     chunk: int = 1
-
-    def __post_init__(self) -> None:
-        if self.chunk < 1:
-            raise MmaccelError(f"stc-pruner needs chunk of 1 or more, not {self.chunk}.")
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> the most unusual tokens of every frame."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..core.masks import even_in_groups
 from ..core.reduction import Links, Reduction, segment_sum
-from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import cosine_of, frame_numbers
 from .film import Clip, Flat, by_clip, spare
@@ -54,13 +53,10 @@ class StreamDvc(ProjectorMethod):
     unit = "picture"
     #: of an empty cluster, which stays what it was, the tokens count twice
     conserves_mass: ClassVar[bool] = False
+    limits = {"iterations": "[1, inf)"}
 
     iterations: int = 2
     neighbours: bool = False
-
-    def __post_init__(self) -> None:
-        if self.iterations < 1:
-            raise MmaccelError(f"streamdvc needs iterations of 1 or more, not {self.iterations}.")
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> what every token of the memory is made of."""

@@ -8,7 +8,6 @@ from torch import Tensor
 from ..core.budget import apportion
 from ..core.masks import group_sizes
 from ..core.reduction import Reduction
-from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
 from .pool import pool_by
@@ -41,15 +40,10 @@ class StreamVln(ProjectorMethod):
     paper = "arXiv 2507.05240"
     unit = "picture"
     budget = "at_most"
+    limits = {"recent": "[1, inf)", "history": "[0, inf)"}
 
     recent: int = 1
     history: int = 8
-
-    def __post_init__(self) -> None:
-        if self.recent < 1 or self.history < 0:
-            raise MmaccelError(
-                f"streamvln needs recent of 1 or more and history of 0 or more, not {self.recent} and {self.history}."
-            )
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``cells [N, n, 3]``, ``count [N]`` -> the newest frames, and windows of those before."""

@@ -56,6 +56,7 @@ class TempMe(ProjectorMethod):
     joins: tuple[int, ...] = (2, 2, 3)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.joins or min(self.joins) < 2:
             raise MmaccelError(f"tempme joins two clips or more at every step, not joins={self.joins}.")
 

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ..core.masks import ranks, resorted
 from ..core.reduction import Reduction, top_mask
-from ..errors import MmaccelError
 from ..method import Grid, ProjectorMethod, Tap, TokenBatch, register
 
 
@@ -44,12 +43,9 @@ class VFlowOptMerge(ProjectorMethod):
     summary = "tokens by attention received in the tower, what is dropped of a cell recycled as one"
     paper = "arXiv 2508.05211"
     unit = "picture"
+    limits = {"cell": "(0, inf)"}
 
     cell: float = 15.6
-
-    def __post_init__(self) -> None:
-        if not self.cell > 0:
-            raise MmaccelError(f"cell={self.cell} is no side of a cell; give a number above 0, such as 15.6.")
 
     def taps(self) -> tuple[Tap, ...]:
         """The attention received in the layer that is read."""

@@ -10,7 +10,6 @@ from torch.nn.functional import normalize
 from ..core.budget import apportion
 from ..core.masks import group_sizes, top_in_groups
 from ..core.reduction import Reduction
-from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import BLOCK, frame_numbers
 from .film import spare
@@ -47,12 +46,9 @@ class VidCom2(ProjectorMethod):
     summary = "tokens unlike their frame and the clip; unusual frames keep more"
     paper = "arXiv 2505.14454"
     unit = "picture"
+    limits = {"temperature": "(0, inf)"}
 
     temperature: float = 0.01
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise MmaccelError(f"vidcom2 needs a temperature above 0, not {self.temperature}.")
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> the most unusual tokens of every frame."""

@@ -12,12 +12,9 @@ from torch.nn.functional import normalize
 
 from ..core.masks import even_in_groups, leftmost
 from ..core.reduction import Reduction, top_mask
-from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch, register
 from .everest import moved
 from .film import Film, spare
-
-_TARGETS = ("uniform", "centre", "motion")
 
 
 @register
@@ -47,10 +44,6 @@ class Vtm(ProjectorMethod):
     conserves_mass: ClassVar[bool] = True
 
     targets: Literal["uniform", "centre", "motion"] = "uniform"
-
-    def __post_init__(self) -> None:
-        if self.targets not in _TARGETS:
-            raise MmaccelError(f"vtm knows targets {', '.join(map(repr, _TARGETS))}, not {self.targets!r}.")
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> the target that each token flows into."""

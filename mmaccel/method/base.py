@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 
 from ..core.budget import resolve
 from ..errors import MmaccelError, UnsupportedError
+from .limits import Limit, check_options
 
 #: (t, h, w)
 Grid = tuple[int, int, int]
@@ -131,6 +132,8 @@ class Method(ABC):
     excludes: ClassVar[Mapping[str, str]] = {}
     #: whether a recipe with this method may weigh tokens by what was merged into them (``proportional``)
     weighable: ClassVar[bool] = True
+    #: allowed values of options by name, see :data:`~mmaccel.method.limits.Limit`; an option of a ``Literal`` type needs none
+    limits: ClassVar[Mapping[str, Limit]] = {}
     #: whether it does what the authors' program does where that differs from the paper; no option, see :meth:`by`
     official: bool = False
 
@@ -139,6 +142,9 @@ class Method(ABC):
         # a dataclass makes one of its own, which names all options, unless the class has one
         if "__repr__" not in vars(cls):
             cls.__repr__ = Method.__repr__  # type: ignore[method-assign]
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     def __repr__(self) -> str:
         told = ", ".join(f"{name}={value!r}" for name, value in self.options().items())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.budget import layer_at
 from ..core.layout import Unit
-from ..errors import MmaccelError, UnsupportedError
+from ..errors import UnsupportedError
 from .base import Method, ModelFacts
 from .layers import LayerAttention
 from .tokens import TokenMethod
@@ -48,18 +48,9 @@ class ChunkMethod(TokenMethod):
     )
     weighable = False
     unit: ClassVar[Unit] = "picture"
+    limits = {"layer": "[0, inf) or [0.0, 1.0)", "length": "[0, inf)"}
     layer: float
     length: int
-
-    def __post_init__(self) -> None:
-        if self.layer < 0 or (isinstance(self.layer, float) and self.layer >= 1):
-            raise MmaccelError(
-                f"{self.name} cannot begin at layer={self.layer}; give a layer of 0 or more, or a share of the depth below 1.0."
-            )
-        if self.length < 0:
-            raise MmaccelError(
-                f"`length` of {self.name} must be 0 (any length) or a number of tokens, got {self.length}."
-            )
 
     def fit(self, family: ModelFacts) -> Method:
         """A share of the depth becomes a layer."""

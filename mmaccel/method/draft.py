@@ -8,37 +8,29 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from ..core.layout import Unit
-from ..errors import MmaccelError
+from .base import Method
 from .keys import Policy
 from .layers import LayerAttention
 from .model_options import Loaded
 from .tokens import ProjectorMethod
 
 
-class Drafted:
-    """Options of methods with a draft: a smaller model of the same family, with the same vocabulary and as many tokens a
-    picture, which reads the new part of a prompt and continues it.
+class Drafted(Method):
+    """A method with a draft: a smaller model of the same family, with the same vocabulary and as many tokens a picture, which
+    reads the new part of a prompt and continues it.
 
     ``draft`` is a folder or hub id, or a model that is loaded already, which stays the caller's; by default the folder
     ``draft`` beside the model's weights.
     """
 
-    name: ClassVar[str]
+    limits = {"lookahead": "[1, inf)"}
     draft: str | Loaded
     lookahead: int
 
-    def check_draft(self) -> None:
-        """Validate the options of the draft; called when a method is made.
-
-        Raises
-        ------
-        MmaccelError
-            If it would write nothing.
-        """
+    def __post_init__(self) -> None:
+        super().__post_init__()
         given = Loaded.of(self.draft)
         object.__setattr__(self, "draft", given if isinstance(given, Loaded) else str(given))
-        if self.lookahead < 1:
-            raise MmaccelError(f"{self.name} looks lookahead={self.lookahead} tokens ahead; give 1 or more.")
 
 
 class DraftMethod(Drafted, ProjectorMethod):
@@ -51,9 +43,6 @@ class DraftMethod(Drafted, ProjectorMethod):
     unit: ClassVar[Unit] = "picture"
     #: how layers are joined
     joined: ClassVar[Literal["max", "sum"]] = "max"
-
-    def __post_init__(self) -> None:
-        self.check_draft()
 
     @property
     def rows(self) -> int:
@@ -87,7 +76,3 @@ class DraftPolicy(Drafted, Policy):
     scores are not looked at. A row whose draft ends its answer has fewer (``places`` and ``index`` of -1). Keys of all
     layers wait for the end of the forward.
     """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_draft()

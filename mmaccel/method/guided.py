@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.layout import Unit
-from ..errors import MmaccelError, UnsupportedError
+from ..errors import UnsupportedError
 from .base import ModelFacts, Tap
 from .tokens import ProjectorMethod, TokenBatch
 
@@ -29,10 +29,6 @@ class AttentionGuided(ProjectorMethod):
 
     query: Literal["auto", "cls", "all"] = "auto"
     layer: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.query not in ("auto", "cls", "all"):
-            raise MmaccelError(f"{self.name} knows query 'auto', 'cls' and 'all', not {self.query!r}.")
 
     def fit(self, family: ModelFacts) -> AttentionGuided:
         """``auto`` becomes ``cls`` or ``all``."""

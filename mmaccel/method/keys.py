@@ -104,7 +104,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {"pyramid": (0.5, 1e6), "kvpress": (
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheOptions:
+class CacheOptions(Method):
     """Options of all cache policies; the base implements them.
 
     Parameters
@@ -148,6 +148,11 @@ class CacheOptions:
     ``every`` and ``cap`` once no visual key is left.
     """
 
+    limits = {
+        **dict.fromkeys(("every", "cap", "growth", "chunk", "sinks"), "[0, inf)"),
+        "recent": "[0, inf) or [0.0, 1.0]",
+    }
+
     layer_budget: str = "uniform"
     head_budget: str = "uniform"
     compact: str = "evict"
@@ -162,16 +167,12 @@ class CacheOptions:
     text_policy: str = ""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for option in ("layer_budget", "head_budget", "compact"):
             self.choice(option)
         for kind in self.protect:
             if kind not in CHOICES["protect"]:
                 raise MmaccelError(f"protect={kind!r} is unknown; it can be {' or '.join(CHOICES['protect'])}.")
-        for option in ("every", "cap", "growth", "chunk", "sinks", "recent"):
-            if not getattr(self, option) >= 0:
-                raise MmaccelError(f"{option}={getattr(self, option)} cannot be negative; give 0 or more.")
-        if isinstance(self.recent, float) and self.recent > 1:
-            raise MmaccelError(f"recent={self.recent} is a share above 1; for a count of keys give an int.")
 
     def choice(self, option: str) -> tuple[str, float | None]:
         """Name and number of an option such as ``pyramid:20``.
@@ -209,7 +210,7 @@ class CacheOptions:
         return self.every > 0 or self.cap > 0
 
 
-class Policy(CacheOptions, Method):
+class Policy(CacheOptions):
     """A method at site ``cache``: it scores keys; the base distributes the budget, keeps the best and compacts the rest."""
 
     site = "cache"

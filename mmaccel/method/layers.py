@@ -136,6 +136,7 @@ class LayerMethod(TokenMethod):
     layer: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         first = self.lowest
         if self.layer < first if isinstance(self.layer, int) else not (0 < self.layer < 1 or self.layer == first == 0):
             raise MmaccelError(

@@ -28,13 +28,8 @@ class PreviewMethod(ProjectorMethod):
     """
 
     unit: ClassVar[Unit] = "picture"
+    limits = {"layer": "[0, inf) or [0.0, 1.0)"}
     layer: float
-
-    def __post_init__(self) -> None:
-        if self.layer < 0 or (isinstance(self.layer, float) and self.layer >= 1):
-            raise MmaccelError(
-                f"{self.name} cannot look at layer={self.layer}; give a layer of 0 or more, or a share of the depth below 1.0."
-            )
 
     def fit(self, family: ModelFacts) -> Method:
         """A share of the depth becomes a layer."""

@@ -15,9 +15,6 @@ from ..errors import MmaccelError
 from .keys import KeyBatch, Policy
 from .results import check_numbers, check_tensor, on_host
 
-#: how the query heads of a KV head agree
-REDUCE = ("max", "mean")
-
 
 @dataclass(frozen=True)
 class KeyUnits:
@@ -105,16 +102,13 @@ class ReadingPolicy(Policy):
     layer : the first layer that chooses, a number or a share of the depth; those before it read everything.
     """
 
-    layer: float = 0
-
     chooses_by_layer = True
+    limits = {"layer": "[0, inf) or [0.0, 1.0]"}
+
+    layer: float = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.layer or (isinstance(self.layer, float) and self.layer > 1):
-            raise MmaccelError(
-                f"{self.name} cannot choose from layer={self.layer} on; give 0 or more, or a share up to 1.0."
-            )
         how = (self.layer_budget, self.head_budget, self.compact)
         if self.scheduled or how != ("uniform", "uniform", "evict") or self.growth:
             raise MmaccelError(
@@ -200,11 +194,5 @@ def by_kv_head(x: Tensor, heads: int) -> Tensor:
 
 
 def agree(ratings: Tensor, reduce: str) -> Tensor:
-    """``[B, Hkv, g, P]`` -> ``[B, Hkv, P]``: the ratings of the query heads of a KV head as one, see :data:`REDUCE`."""
+    """``[B, Hkv, g, P]`` -> ``[B, Hkv, P]``: ratings of a KV head, the ``max`` or ``mean`` of its query heads."""
     return ratings.amax(2) if reduce == "max" else ratings.mean(2)
-
-
-def check_reduce(name: str, reduce: str) -> None:
-    """Raise :class:`MmaccelError` where ``reduce`` is not one of :data:`REDUCE`."""
-    if reduce not in REDUCE:
-        raise MmaccelError(f"{name}: reduce={reduce!r} is unknown; it can be {' or '.join(REDUCE)}.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..core.reduction import Reduction
-from ..errors import MmaccelError
 from ..method import ProjectorMethod, Tap, TokenBatch, register
 
 
@@ -29,12 +28,9 @@ class AttentionReceived(ProjectorMethod):
     name = "attention-received"
     summary = "tokens that receive most attention in the vision tower"
     paper = "arXiv 2412.04467"
+    limits = {"layers": "not empty"}
 
     layers: tuple[int | None, ...] = (None,)
-
-    def __post_init__(self) -> None:
-        if not self.layers:
-            raise MmaccelError("attention-received needs at least one layer; give layers=(None,) for the one read.")
 
     def taps(self) -> tuple[Tap, ...]:
         """Received attention of ``layers``."""

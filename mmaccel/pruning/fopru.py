@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..core.masks import ranks, resorted
 from ..core.reduction import Reduction
-from ..errors import MmaccelError
 from ..method import AttentionGuided, Grid, TokenBatch, register
 
 
@@ -40,14 +39,10 @@ class FoPru(AttentionGuided):
     name = "fopru"
     summary = "tokens or rows of tokens that get most attention in the vision tower"
     paper = "arXiv 2411.14164"
+    limits = {"query": ("auto", "cls", "all")}
 
     query: Literal["cls", "all"] = "all"
     strategy: Literal["rank", "row"] = "rank"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.strategy not in ("rank", "row"):
-            raise MmaccelError(f"fopru knows strategy 'rank' and 'row', not {self.strategy!r}.")
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """Tokens rounded down; for ``row`` whole rows rounded half to even, at least one."""

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from ..core.reduction import Reduction
-from ..errors import MmaccelError
 from ..method import LayerAttention, PreviewMethod, TokenBatch, register
 
 
@@ -39,14 +38,10 @@ class GemFilter(PreviewMethod):
     name = "gemfilter"
     summary = "tokens that the last token's query matches in an early layer, in a first pass through the layers below"
     paper = "arXiv 2409.17422"
+    limits = {"kernel": "odd"}
 
     layer: float = 13 / 32
     kernel: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise MmaccelError(f"gemfilter needs an odd kernel, not {self.kernel}.")
 
     def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``prompt_match [B, K]``; ``-inf`` for padding."""

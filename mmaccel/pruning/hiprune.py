@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ..core.masks import true_first
 from ..core.reduction import Reduction, top_mask
-from ..errors import MmaccelError
 from ..method import Grid, ProjectorMethod, Tap, TokenBatch, register
 from ._shared import beside, filled
 
@@ -44,14 +43,11 @@ class HiPrune(ProjectorMethod):
     )
     paper = "arXiv 2508.00553"
     unit = "tile"
+    limits = {"alpha": "[0, 1]"}
 
     alpha: float = 0.1
     middle: float = 8 / 24
     deep: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.alpha <= 1.0:
-            raise MmaccelError(f"alpha={self.alpha} is no share of the budget, which lies between 0 and 1.")
 
     def taps(self) -> tuple[Tap, ...]:
         """Received attention of the two layers."""

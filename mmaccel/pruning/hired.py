@@ -8,7 +8,7 @@ from torch import Tensor
 from ..core.budget import apportion
 from ..core.masks import group_sizes, top_in_groups
 from ..core.reduction import Reduction, top_mask
-from ..errors import MmaccelError, UnsupportedError
+from ..errors import UnsupportedError
 from ..method import Grid, ModelFacts, ProjectorMethod, Tap, TokenBatch, register
 from ..method.tokens import Foreseen
 from ._shared import on_grid
@@ -46,14 +46,11 @@ class HiRED(ProjectorMethod):
     unit = "picture"
     budget = "at_most"
     default_retain = 0.2
+    limits = {"alpha": "[0, 1]"}
 
     alpha: float = 0.5
     early: int | None = 0
     late: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.alpha <= 1.0:
-            raise MmaccelError(f"alpha={self.alpha} is no share of the budget, which lies between 0 and 1.")
 
     def taps(self) -> tuple[Tap, ...]:
         """CLS attention of the two layers."""

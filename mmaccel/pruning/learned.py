@@ -56,6 +56,7 @@ class Learned(ProjectorMethod):
     selector: str = ""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "selector", str(self.selector))
 
     @property

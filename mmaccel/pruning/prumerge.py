@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 
 from ..core.masks import leftmost
 from ..core.reduction import Links, Reduction, top_mask
-from ..errors import MmaccelError, UnsupportedError
+from ..errors import UnsupportedError
 from ..method import AttentionGuided, Grid, ModelFacts, Tap, TokenBatch, register
 from ..method.blocks import BLOCK
 from ..method.tokens import Foreseen
@@ -49,15 +49,11 @@ class PruMerge(AttentionGuided):
     paper = "arXiv 2403.15388"
     budget = "adaptive"
     default_retain = 1.0
+    limits = {"neighbours": "[0, inf)"}
 
     layer: int | None = -1
     adaptive: bool = True
     neighbours: int = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.neighbours < 0:
-            raise MmaccelError(f"neighbours={self.neighbours} must be 0 or more.")
 
     def check(self, family: ModelFacts) -> None:
         """The authors' variant needs the CLS token."""

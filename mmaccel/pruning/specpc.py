@@ -10,7 +10,6 @@ from torch.nn.functional import avg_pool1d, max_pool1d, pad
 
 from ..core.budget import layer_at
 from ..core.reduction import Reduction
-from ..errors import MmaccelError
 from ..method import DraftMethod, LayerAttention, TokenBatch, register
 from ..method.model_options import Loaded
 
@@ -48,6 +47,7 @@ class SpecPC(DraftMethod):
         "tokens that the last prompt tokens attend to in a smaller model of the same family, with their neighbours"
     )
     paper = "arXiv 2506.08373"
+    limits = {"window": "[1, inf)", "kernel": "[1, inf)", "layer": "[0, inf)", "neighbours": "[-1, inf)"}
 
     draft: str | Loaded = ""
     lookahead: int = 1
@@ -59,18 +59,6 @@ class SpecPC(DraftMethod):
     neighbours: int = -1
     weighted: bool = True
     default_retain: ClassVar[float | None] = 0.25
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.window < 1 or self.kernel < 1 or self.neighbours < -1 or self.layer < 0:
-            raise MmaccelError(
-                "specpc needs a window and a kernel of 1 or more, neighbours of -1 or more and a layer of 0 or more, not "
-                f"{self.window}, {self.kernel}, {self.neighbours} and {self.layer}."
-            )
-        if self.pool not in ("max", "mean") or self.join not in ("max", "sum"):
-            raise MmaccelError(
-                f"specpc pools by 'max' or 'mean' and joins by 'max' or 'sum', not {self.pool!r} and {self.join!r}."
-            )
 
     @property
     def joined(self) -> Literal["max", "sum"]:  # type: ignore[override]

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from ..core.reduction import Reduction
-from ..errors import MmaccelError
 from ..method import DraftMethod, Grid, LayerAttention, TokenBatch, register
 from ..method.model_options import Loaded
 
@@ -44,18 +43,12 @@ class SpecPrefill(DraftMethod):
     name = "specprefill"
     summary = "tokens that a smaller model of the same family attends to while it begins to answer"
     paper = "arXiv 2502.02789"
+    limits = {"kernel": "odd or 0", "chunk": "[0, inf)"}
 
     draft: str | Loaded = ""
     lookahead: int = 8
     kernel: int = 13
     chunk: int = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kernel < 0 or (self.kernel and self.kernel % 2 == 0) or self.chunk < 0:
-            raise MmaccelError(
-                f"specprefill needs an odd kernel or 0, and a chunk of 0 or more, not {self.kernel} and {self.chunk}."
-            )
 
     def see(self, attention: LayerAttention, prompt: int) -> Tensor:
         """``[B, prompt]``: the last row, with nothing but the prompt to attend to."""

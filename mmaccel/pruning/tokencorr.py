@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction, top_mask
-from ..errors import MmaccelError
 from ..method import AttentionGuided, Tap, TokenBatch, register
 from ..method.blocks import BLOCK
 from ._shared import filled
@@ -44,17 +43,12 @@ class TokenCorr(AttentionGuided):
     paper = "arXiv 2407.14439"
     budget = "adaptive"
     default_retain = 1.0
+    limits = {"similarity": "[0, 1]", "counterparts": "[0, 1]", "late": "[0, 1]"}
 
     similarity: float = 0.8
     counterparts: float = 0.1
     late: float = 0.5
     early: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("similarity", "counterparts", "late"):
-            if not 0.0 <= (value := getattr(self, name)) <= 1.0:
-                raise MmaccelError(f"{name}={value} of tokencorr lies between 0 and 1.")
 
     def taps(self) -> tuple[Tap, ...]:
         """Attention of both layers, keys of the late one."""

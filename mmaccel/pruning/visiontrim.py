@@ -12,7 +12,6 @@ from torch.nn.functional import normalize
 
 from ..core.masks import leftmost, ranks
 from ..core.reduction import Links, Reduction, top_mask
-from ..errors import MmaccelError
 from ..method import AttentionGuided, Tap, TokenBatch, register
 from ..method.tokens import by_row
 from ._shared import beside, filled
@@ -63,17 +62,10 @@ class VisionTrim(AttentionGuided):
     paper = "arXiv 2601.22674"
     needs_question: ClassVar[bool] = True
     by_word: ClassVar[bool] = True
+    limits = {"complement": "[0, inf) or [0.0, 1.0]"}
 
     clip: str | None = None
     complement: float = 16 / 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        most = float("inf") if isinstance(self.complement, int) else 1.0
-        if isinstance(self.complement, bool) or not 0 <= self.complement <= most:
-            raise MmaccelError(
-                f"complement={self.complement} is no share of the budget (0.0 to 1.0) and no number of tokens."
-            )
 
     @property
     def text_tower(self) -> str | None:

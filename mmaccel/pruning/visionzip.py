@@ -12,7 +12,6 @@ from torch.nn.functional import normalize
 
 from ..core.masks import leftmost
 from ..core.reduction import Links, Reduction, top_mask
-from ..errors import MmaccelError
 from ..method import AttentionGuided, Tap, TokenBatch, register
 from ._shared import filled
 
@@ -47,19 +46,10 @@ class VisionZip(AttentionGuided):
     name = "visionzip"
     summary = "dominant tokens by attention, the rest merged into contextual ones"
     paper = "arXiv 2412.04467"
+    limits = {"contextual": "[0, inf) or [0.0, 1.0]"}
 
     contextual: float = 10 / 64
     weights: Literal["program", "mean"] = "program"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.weights not in ("program", "mean"):
-            raise MmaccelError(f"visionzip knows weights 'program' and 'mean', not {self.weights!r}.")
-        most = float("inf") if isinstance(self.contextual, int) else 1.0
-        if isinstance(self.contextual, bool) or not 0 <= self.contextual <= most:
-            raise MmaccelError(
-                f"contextual={self.contextual} is no share of the budget (0.0 to 1.0) and no number of tokens."
-            )
 
     def taps(self) -> tuple[Tap, ...]:
         """Attention and keys of ``layer``."""

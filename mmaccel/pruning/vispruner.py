@@ -10,7 +10,6 @@ from torch.nn.functional import normalize
 
 from ..core.masks import resorted, true_first
 from ..core.reduction import Reduction, top_mask
-from ..errors import MmaccelError
 from ..method import AttentionGuided, Tap, TokenBatch, register
 from ._shared import filled
 
@@ -42,16 +41,10 @@ class VisPruner(AttentionGuided):
     name = "vispruner"
     summary = "important tokens by attention, and different ones from the rest"
     paper = "arXiv 2412.01818"
+    limits = {"important": "[0, 1]", "step": "[1, inf)"}
 
     important: float = 0.5
     step: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0.0 <= self.important <= 1.0:
-            raise MmaccelError(f"important={self.important} is no share of the budget, which lies between 0 and 1.")
-        if self.step is not None and self.step < 1:
-            raise MmaccelError(f"step={self.step} removes nothing; give 1 or more.")
 
     def taps(self) -> tuple[Tap, ...]:
         """Attention of ``layer``, and the inputs of the projector."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..core.reduction import Reduction
-from ..errors import MmaccelError, UnsupportedError
+from ..errors import UnsupportedError
 from ..method import ModelFacts, ProjectorMethod, Tap, TokenBatch, register
 
 
@@ -32,12 +32,9 @@ class VtcCls(ProjectorMethod):
     name = "vtc-cls"
     summary = "tokens the vision tower's CLS token attends to"
     paper = "arXiv 2412.05819"
+    limits = {"layers": "not empty"}
 
     layers: tuple[int | None, ...] = (None,)
-
-    def __post_init__(self) -> None:
-        if not self.layers:
-            raise MmaccelError("vtc-cls needs at least one layer; give layers=(None,) for the one the model reads.")
 
     def taps(self) -> tuple[Tap, ...]:
         """CLS attention of ``layers``."""

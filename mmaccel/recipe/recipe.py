@@ -16,6 +16,7 @@ from typing import Any, Literal
 from ..core.budget import Retain, check_retain
 from ..errors import MmaccelError, no_json, short_int
 from ..method.base import Method, Variant
+from ..method.limits import option_types
 from ..method.model_options import Loaded
 from ..method.registry import get_method
 
@@ -72,7 +73,7 @@ class Stage:
                 raise MmaccelError(
                     f"Method {self.method!r} has no option {option!r}; it has {', '.join(sorted(names)) or 'none'}."
                 )
-        hints = _hints(cls) if self.options else {}
+        hints = option_types(cls) if self.options else {}
         for option, value in self.options.items():
             hint = hints.get(option)
             if not _fits(value, hint):
@@ -374,14 +375,6 @@ def _refuse_pair(name: str, one: Method | type[Method], other: Method | type[Met
 def _options(cls: type[Method]) -> set[str]:
     """The names of a method's options."""
     return {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
-
-
-def _hints(cls: type) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(cls)
-    except NameError:
-        # a class made inside a function may name types that only exist there
-        return {}
 
 
 def _tuples(value: Any) -> Any:

@@ -272,9 +272,9 @@ def test_windowkv_stores_the_same_keys_for_all_heads_and_fewer_in_higher_layers(
     held = [len(layer.index) - text for layer in cache.layers]
     assert held == budgets.pyramid(count, [visual] * len(held), 1.75) and held[-1] == round(count / 1.75)
     for options in ({"window": 0}, {"width": 0}):
-        with pytest.raises(MmaccelError, match="window and width of 1 or more"):
+        with pytest.raises(MmaccelError, match="must be at least 1, got 0"):
             WindowKV(**options)
-    with pytest.raises(MmaccelError, match="'max' and 'average', not 'min'"):
+    with pytest.raises(MmaccelError, match="must be 'max' or 'average', got 'min'"):
         WindowKV(strategy="min")  # type: ignore[arg-type]
 
 

@@ -106,7 +106,7 @@ def test_the_events_reach_the_stages_in_the_language_model_and_later_caches_hold
 
 
 def test_what_is_no_option() -> None:
-    with pytest.raises(MmaccelError, match="of 1 or more"):
+    with pytest.raises(MmaccelError, match="must be at least 1, got 0"):
         METokMerge(fine=0)
-    with pytest.raises(MmaccelError, match="others=2"):
+    with pytest.raises(MmaccelError, match="`others` of metok-prune must be at least 0 and at most 1, got 2.0"):
         METokPrune(others=2.0)

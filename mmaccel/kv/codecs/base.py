@@ -59,6 +59,7 @@ class Codec(Method):
     weighable = False
     #: how many of the last queries the codec looks at
     window: ClassVar[int] = 0
+    limits = {"residual": "[0, inf)"}
 
     page: int = 128
     residual: int = 0
@@ -66,12 +67,11 @@ class Codec(Method):
     text_only: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.visual_only and self.text_only:
             raise MmaccelError(f"{self.name} packs nothing if it is visual_only and text_only; leave out one of them.")
         if self.page < 16 or self.page % 16:
             raise MmaccelError(f"{self.name} needs pages of a multiple of 16 tokens, not {self.page}.")
-        if self.residual < 0:
-            raise MmaccelError(f"{self.name}: residual={self.residual} is negative; give 0 or more tokens.")
         for format in self.formats(16):
             if format.axis == "channel" and (format.group % self.tile or self.page % format.group):
                 raise MmaccelError(

@@ -38,6 +38,7 @@ class CalibQuant(Codec):
     name = "calibquant"
     summary = "visual keys and values in 1 bit per channel, text untouched"
     paper = "arXiv 2502.14882"
+    limits = {"shrink_keys": "(0, 1]", "shrink_values": "(0, 1]"}
 
     page: int = 256
     visual_only: bool = True
@@ -46,13 +47,7 @@ class CalibQuant(Codec):
     shrink_values: float | None = None
 
     def __post_init__(self) -> None:
-        if self.bits not in (1, 2, 4, 8):
-            raise MmaccelError(f"calibquant needs bits=1, 2, 4 or 8, not {self.bits}.")
-        for name, shrink in (("shrink_keys", self.shrink_keys), ("shrink_values", self.shrink_values)):
-            if shrink is not None and not 0 < shrink <= 1:
-                raise MmaccelError(
-                    f"calibquant: {name}={shrink} is no share of the range; give more than 0, at most 1."
-                )
+        super().__post_init__()
         if not self.visual_only or self.text_only:
             raise MmaccelError(
                 "calibquant has one range for all visual tokens of a prompt and none for text; leave out visual_only and "
@@ -60,7 +55,6 @@ class CalibQuant(Codec):
             )
         if self.residual:
             raise MmaccelError("calibquant packs visual tokens only and all of them; leave out residual.")
-        super().__post_init__()
 
     def formats(self, channels: int) -> tuple[Format, ...]:
         """One format for keys and values."""

@@ -6,7 +6,6 @@ from typing import Literal, cast
 
 from mmaccel_kernels.pages import Code, Format
 
-from ...errors import MmaccelError
 from ...method import register
 from .base import Codec, channel_group
 
@@ -38,15 +37,11 @@ class KIVI(Codec):
     name = "kivi"
     summary = "2, 4 or 8 bits, keys per channel and values per token"
     paper = "arXiv 2402.02750"
+    limits = {"group": "[1, inf)"}
 
     residual: int = 128
     bits: Literal[2, 4, 8] = 2
     group: int = 32
-
-    def __post_init__(self) -> None:
-        if self.bits not in (2, 4, 8) or self.group < 1:
-            raise MmaccelError(f"kivi needs bits=2, 4 or 8 and group >= 1, not {self.bits} and {self.group}.")
-        super().__post_init__()
 
     def formats(self, channels: int) -> tuple[Format, ...]:
         """Keys along tokens, values along channels."""

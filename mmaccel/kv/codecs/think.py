@@ -9,7 +9,6 @@ import torch
 from mmaccel_kernels.pages import Pages, Plane
 from torch import Tensor
 
-from ...errors import MmaccelError
 from ...method import register
 from .base import Cut
 from .kivi import KIVI
@@ -41,18 +40,12 @@ class ThinK(KIVI):
     summary = "keys without 40 % of their channels, in 4 bits as by kivi"
     paper = "arXiv 2407.21018"
     window: ClassVar[int] = 32
+    limits = {"prune": "[0, 1)", "align": "[1, inf)"}
 
     residual: int = 32
     bits: Literal[2, 4, 8] = 4
     prune: float = 0.4
     align: int = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.prune < 1:
-            raise MmaccelError(f"think: prune={self.prune} is no share of the channels; give 0 to below 1.")
-        if self.align < 1:
-            raise MmaccelError(f"think: align={self.align} is no count of channels; give 1 or more.")
 
     def left(self, width: int) -> int:
         """Number of channels of a key that stay."""

@@ -64,6 +64,7 @@ class VidKV(Codec):
     name = "vidkv"
     summary = "keys in 1.5 bits and values in three levels, per channel"
     paper = "arXiv 2503.16257"
+    limits = {"key_bits": "(1, 2]", "value_bits": (1.58, 2), "protect": "[0, 1)"}
 
     page: int = 128
     key_bits: float = 1.5
@@ -72,15 +73,9 @@ class VidKV(Codec):
     protect: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 1 < self.key_bits <= 2:
-            raise MmaccelError(f"vidkv needs key_bits above 1 and at most 2, not {self.key_bits}.")
-        if self.value_bits not in (1.58, 2):
-            raise MmaccelError(f"vidkv needs value_bits of 1.58 or 2, not {self.value_bits}.")
-        if not 0 <= self.protect < 1:
-            raise MmaccelError(f"vidkv: protect={self.protect} is no share of the visual tokens; give 0 to below 1.")
+        super().__post_init__()
         if self.protect and (self.text_only or self.value_bits == 2):
             raise MmaccelError("vidkv protects visual tokens whose values have less than 2 bits; leave out protect.")
-        super().__post_init__()
 
     @property
     def mixes_heads(self) -> bool:

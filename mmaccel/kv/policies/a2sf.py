@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ...core.masks import suffix_sums
-from ...errors import MmaccelError
 from ...method import LayerAttention, register
 from ..scoring.importance import by_group, column_sums
 from .h2o import H2O
@@ -33,15 +32,11 @@ class A2SF(H2O):
     name = "a2sf"
     summary = "keys with most attention, where older queries count less"
     paper = "arXiv 2407.20485"
+    limits = {"forget": "(0, 1]"}
 
     forget: float = 0.95
     gqa: Literal["mean", "max", "sum"] = "sum"
     recent: float = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.forget <= 1:
-            raise MmaccelError(f"a2sf cannot forget={self.forget}; give a factor above 0, up to 1.")
 
     def observe(self, attention: LayerAttention, before: Tensor) -> Tensor:
         """``[B, Hkv, K]``: the decayed sums so far."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.reduction import top_mask
-from ...errors import MmaccelError, UnsupportedError
+from ...errors import UnsupportedError
 from ...method import KeyBatch, ModelFacts, register
 from ..scoring.copies import of_first_keys
 from ..scoring.importance import outgoing_norm
@@ -35,16 +35,10 @@ class CriticalKV(SnapKV):
     summary = "keys the last prompt queries attend to, then those whose values change the output most"
     paper = "arXiv 2502.03805"
     needs_outgoing = True
+    limits = {"first": "[0, 1]", "epsilon": "[0, inf)"}
 
     first: float = 0.5
     epsilon: float = 1e-4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.first <= 1 or self.epsilon < 0:
-            raise MmaccelError(
-                f"criticalkv needs first from 0 to 1 and epsilon >= 0, not {self.first} and {self.epsilon}."
-            )
 
     @property
     def mixes_heads(self) -> bool:

@@ -35,16 +35,13 @@ class DyCokeCache(Policy):
     summary = "every decode step reads the visual keys it attends to; dropped keys can come back"
     paper = "arXiv 2411.15024"
     default_retain = 0.2
+    limits = {"layer": "[1, inf) or (0.0, 1.0]"}
 
     layer: float = 3 / 28
     alike: float = 0.9
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.layer <= 0 or (isinstance(self.layer, float) and self.layer > 1):
-            raise MmaccelError(
-                f"dycoke-cache cannot choose at layer={self.layer}; give 1 or more, or a share up to 1.0."
-            )
         if self.scheduled or self.compact != "evict" or self.layer_budget != "uniform" or self.head_budget != "uniform":
             raise MmaccelError("dycoke-cache drops nothing for good; leave out budgets, compact, every and cap.")
 

@@ -34,6 +34,7 @@ class ExpectedAttention(Policy):
     summary = "keys that queries like those of the prompt will attend to, times the norm of their values"
     paper = "arXiv 2510.00636"
     default_retain = 0.25
+    limits = {"future": "[1, inf)"}
 
     sinks: int = 4
     future: int = 512
@@ -42,10 +43,6 @@ class ExpectedAttention(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.future < 1:
-            raise MmaccelError(
-                f"expected-attention cannot look {self.future} positions ahead; give future of 1 or more."
-            )
         if self.scheduled:
             raise MmaccelError("expected-attention scores the keys of a prompt when it ends; leave out every and cap.")
 

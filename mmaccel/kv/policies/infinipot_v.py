@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, avg_pool2d, avg_pool3d, normalize
 
-from ...errors import MmaccelError
 from ...method import KeyBatch, Policy, register
 
 
@@ -41,17 +40,11 @@ class InfiniPotV(Policy):
     paper = "arXiv 2506.15745"
     default_retain = 0.25
     by_layer = True
+    limits = {"tar": "[0, 1]", "recent_frames": "(0, 1)"}
 
     tar: float = 0.5
     recent_frames: float = 0.25
     pooled: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (0 <= self.tar <= 1 and 0 < self.recent_frames < 1):
-            raise MmaccelError(
-                f"infinipot-v needs 0 <= tar <= 1 and 0 < recent_frames < 1, not {self.tar} and {self.recent_frames}."
-            )
 
     def score(self, keys: KeyBatch) -> Tensor:
         """``keys``, ``values [B, Hkv, K, D]``, ``cells [B, K, 3]``, ``count [B]`` -> ``[B, Hkv, K]``."""

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ...core.masks import ranks, true_first
-from ...errors import MmaccelError
 from ...method import KeyBatch, Policy, register
 
 
@@ -30,14 +29,10 @@ class LagKV(Policy):
     summary = "keys that stand out from the stretch behind them; needs no attention"
     paper = "arXiv 2504.04704"
     default_retain = 0.25
+    limits = {"lag": "[1, inf)"}
 
     sinks: int = 4
     lag: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lag < 1:
-            raise MmaccelError(f"lagkv cannot compare stretches of lag={self.lag} keys; give 1 or more.")
 
     def score(self, keys: KeyBatch) -> Tensor:
         """``keys``, ``values [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""

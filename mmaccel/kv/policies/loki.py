@@ -7,9 +7,7 @@ from mmaccel_kernels.loki import low_rank_logits
 from mmaccel_kernels.quest import Join
 from torch import Tensor
 
-from ...errors import MmaccelError
 from ...method import KeyUnits, ReadingPolicy, ReadStep, register
-from ...method.sparse_read import check_reduce
 
 
 @register
@@ -33,15 +31,10 @@ class Loki(ReadingPolicy):
     summary = "every decode step reads the visual keys with the largest logits in a low dimension"
     paper = "arXiv 2406.02542"
     default_retain = 0.25
+    limits = {"dims": "[1, inf) or (0.0, 1.0]"}
 
     dims: float = 0.25
     reduce: Join = "max"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_reduce(self.name, self.reduce)
-        if self.dims <= 0 or (isinstance(self.dims, float) and self.dims > 1):
-            raise MmaccelError(f"loki: dims={self.dims} is out of range; give 1 or more, or a share up to 1.0.")
 
     def summarise(self, units: KeyUnits) -> dict[str, Tensor]:
         """``basis [B, Hkv, D, r]`` float32 and ``keys [B, Hkv, P, r]``, the visual keys in it."""

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ...core.budget import layer_at
-from ...errors import MmaccelError
 from ...method import KeyBatch, Policy, register
 
 
@@ -32,15 +31,9 @@ class MustDropCache(Policy):
     shared = True
     deferred = True
     by_layer = True
+    limits = {"layer": "[0, inf) or [0.0, 1.0]"}
 
     layer: float = 2 / 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.layer < 0 or (isinstance(self.layer, float) and self.layer > 1):
-            raise MmaccelError(
-                f"mustdrop-cache cannot begin at layer={self.layer}; give a number, or a share up to 1.0."
-            )
 
     def score(self, keys: KeyBatch) -> Tensor:
         """``survivors [B, K]`` -> ``[B, Hkv, K]``: 0 for keys that stay, ``-inf`` for the others."""

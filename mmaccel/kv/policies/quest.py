@@ -6,9 +6,7 @@ import torch
 from mmaccel_kernels.quest import Join, page_bounds
 from torch import Tensor
 
-from ...errors import MmaccelError
 from ...method import KeyUnits, ReadingPolicy, ReadStep, register
-from ...method.sparse_read import check_reduce
 
 
 @register
@@ -35,18 +33,12 @@ class Quest(ReadingPolicy):
     paper = "arXiv 2406.10774"
     budget = "at_most"
     default_retain = 0.2
+    limits = {"page": "[1, inf)", "least": "[1, inf)"}
 
     page: int = 16
     least: int = 3
     layer: float = 2
     reduce: Join = "max"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_reduce(self.name, self.reduce)
-        for option in ("page", "least"):
-            if getattr(self, option) < 1:
-                raise MmaccelError(f"quest: {option}={getattr(self, option)} reads nothing; give 1 or more.")
 
     @property
     def unit(self) -> int:

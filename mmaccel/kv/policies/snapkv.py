@@ -9,7 +9,6 @@ from mmaccel_kernels.importance import importance
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from ...errors import MmaccelError
 from ...method import KeyBatch, Policy, register
 from ..scoring.copies import of_first_keys
 from ..scoring.importance import by_group
@@ -42,21 +41,12 @@ class SnapKV(Policy):
     summary = "keys the last prompt queries attend to"
     paper = "arXiv 2404.14469"
     default_retain = 0.25
+    limits = {"window": "[1, inf)", "kernel": "odd"}
 
     window: int = 32
     kernel: int = 5
     pooling: Literal["avg", "max"] = "avg"
     gqa: Literal["mean", "max", "sum"] = "mean"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
-            raise MmaccelError(f"snapkv needs window >= 1 and an odd kernel, not {self.window} and {self.kernel}.")
-        if self.pooling not in ("avg", "max") or self.gqa not in ("mean", "max", "sum"):
-            raise MmaccelError(
-                f"snapkv knows pooling 'avg' and 'max', and gqa 'mean', 'max' and 'sum'; "
-                f"not {self.pooling!r} and {self.gqa!r}."
-            )
 
     def score(self, keys: KeyBatch) -> Tensor:
         """``queries [B, Hq, W, D]``, ``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from ...errors import MmaccelError
 from ...method import DraftPolicy, KeyBatch, LayerAttention, register
 from ...method.blocks import row_blocks
 from ...method.model_options import Loaded
@@ -49,6 +48,7 @@ class SpecKV(DraftPolicy):
     summary = "keys that the answer of a smaller model of the same family attends to in this one"
     paper = "arXiv 2506.08373"
     default_retain = 0.25
+    limits = {"window": "[1, inf)", "kernel": "odd"}
 
     draft: str | Loaded = ""
     lookahead: int = 32
@@ -56,15 +56,6 @@ class SpecKV(DraftPolicy):
     kernel: int = 7
     reduce: Literal["max", "mean"] = "max"
     pooling: Literal["max", "avg"] = "max"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
-            raise MmaccelError(f"speckv needs window >= 1 and an odd kernel, not {self.window} and {self.kernel}.")
-        if self.reduce not in ("max", "mean") or self.pooling not in ("max", "avg"):
-            raise MmaccelError(
-                f"speckv reduces by 'max' or 'mean' and pools by 'max' or 'avg', not {self.reduce!r} and {self.pooling!r}."
-            )
 
     def score(self, keys: KeyBatch) -> Tensor:
         """``queries [B, Hq, W, D]``, ``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""

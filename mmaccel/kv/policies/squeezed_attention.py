@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ...errors import MmaccelError
 from ...method import KeyUnits, Observed, ReadingPolicy, ReadStep, register
-from ...method.sparse_read import Picked, agree, best, by_kv_head, check_reduce
+from ...method.sparse_read import Picked, agree, best, by_kv_head
 
 #: entries of the similarities of keys and centroids that are made at once
 CHUNK = 1 << 24
@@ -43,21 +42,19 @@ class SqueezedAttention(ReadingPolicy):
     paper = "arXiv 2411.09688"
     budget = "adaptive"
     default_retain = 0.2
+    limits = {
+        "clusters": "[1, inf) or (0.0, 1.0]",
+        "iterations": "[1, inf)",
+        "window": "[1, inf)",
+        "ceiling": "[1, inf)",
+        "reduce": ("max", "mean"),
+    }
 
     clusters: float = 0.05
     iterations: int = 10
     window: int = 100
     ceiling: float = 2.0
     reduce: str = "max"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_reduce(self.name, self.reduce)
-        if self.clusters <= 0 or (isinstance(self.clusters, float) and self.clusters > 1):
-            raise MmaccelError(f"{self.name}: clusters={self.clusters} is out of range; give 1 or more, or a share.")
-        for option in ("iterations", "window", "ceiling"):
-            if getattr(self, option) < 1:
-                raise MmaccelError(f"{self.name}: {option}={getattr(self, option)} is too little; give 1 or more.")
 
     # --- clusters -------------------------------------------------------------------------------------------------
     @property

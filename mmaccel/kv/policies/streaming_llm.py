@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...errors import MmaccelError
 from ...method import KeyBatch, Policy, register
 
 
@@ -33,11 +32,6 @@ class StreamingLLM(Policy):
     default_retain = 0.25
 
     sinks: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sinks < 0:
-            raise MmaccelError(f"streaming-llm cannot keep sinks={self.sinks} keys; give 0 or more.")
 
     def score(self, keys: KeyBatch) -> Tensor:
         """``index [B, K]`` -> ``[B, Hkv, K]``."""

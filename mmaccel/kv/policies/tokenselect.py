@@ -7,7 +7,6 @@ from mmaccel_kernels.alike import keep_alike
 from mmaccel_kernels.votes import votes as votes_of
 from torch import Tensor
 
-from ...errors import MmaccelError
 from ...method import ReadingPolicy, ReadStep, register
 from ...method.sparse_read import Picked, best
 
@@ -36,15 +35,11 @@ class TokenSelect(ReadingPolicy):
     summary = "every decode step reads the visual keys that all heads of a layer vote for"
     paper = "arXiv 2411.02886"
     default_retain = 0.2
+    limits = {"pool": "odd or 0"}
 
     alike: float = 0.9
     pool: int = 0
     interleaved: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.pool < 0 or (self.pool and self.pool % 2 == 0):
-            raise MmaccelError(f"tokenselect: pool={self.pool} has no key in the middle; give an odd number, or 0.")
 
     @property
     def mixes_heads(self) -> bool:

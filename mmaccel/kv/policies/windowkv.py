@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ...errors import MmaccelError
 from ...method import KeyBatch, Policy, register
 from ..scoring.chunks import place_in_chunk
 from .snapkv import window_attention
@@ -44,18 +43,12 @@ class WindowKV(Policy):
     default_retain = 0.25
     shared = True
     steps_to_last: ClassVar[bool] = True
+    limits = {"window": "[1, inf)", "width": "[1, inf)"}
 
     window: int = 32
     width: int = 8
     strategy: Literal["max", "average"] = "max"
     layer_budget: str = "pyramid:1.75"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.window < 1 or self.width < 1:
-            raise MmaccelError(f"windowkv needs window and width of 1 or more, not {self.window} and {self.width}.")
-        if self.strategy not in ("max", "average"):
-            raise MmaccelError(f"windowkv knows the strategies 'max' and 'average', not {self.strategy!r}.")
 
     def score(self, keys: KeyBatch) -> Tensor:
         """``queries [B, Hq, W, D]``, ``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``, the same for all heads."""

@@ -19,6 +19,7 @@ from ...errors import MmaccelError
 from ...families import Family
 from ...method import LayerMethod, Policy
 from ...method.keys import CHOICES
+from ...method.limits import option_types
 from ...method.registry import get_method, methods
 from ...recipe import Recipe, get_recipe
 from .evaluate import Evaluator, Goal
@@ -71,7 +72,7 @@ class Part:
         lone = built[0] if len(built) == 1 else None
         choices: dict[str, tuple[Any, ...]] = {}
         if lone is not None:
-            hints = typing.get_type_hints(type(lone))
+            hints = option_types(type(lone))
             choices = {
                 one.name: typing.get_args(hints[one.name])
                 for one in dataclasses.fields(lone)  # type: ignore[arg-type]
