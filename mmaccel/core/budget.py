@@ -18,10 +18,7 @@ Retain = float
 def check_retain(retain: Retain, what: str = "retain") -> Retain:
     """Return ``retain`` if it is valid: a float in (0, 1] is a ratio, an int of 1 or more a count.
 
-    Raises
-    ------
-    MmaccelError
-        If it is zero, negative, a ratio above 1.0, or not a number.
+    Raises :class:`MmaccelError` if it is zero, negative, a ratio above 1.0, or not a number.
     """
     if isinstance(retain, bool) or not isinstance(retain, (int, float)) or retain != retain:
         raise MmaccelError(f"{what}={retain!r} is not a budget; give a ratio such as 0.25 or a count such as 64.")
@@ -95,8 +92,6 @@ def counts(
 ) -> Tensor:
     """Number of tokens that one stage keeps of every unit (segment, tile or picture), ``[N]`` long on the CPU.
 
-    Parameters
-    ----------
     retain : ratio of the *original* tokens, or a count, per picture or clip; one that has fewer is kept whole.
     original, present : tokens each unit had at first and has now.
     picture : which picture or clip each unit belongs to; the budget of a picture is apportioned to its units.

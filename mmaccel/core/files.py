@@ -20,14 +20,9 @@ except ImportError:  # Windows has none; two runs on one file are then not told 
 def write_whole(path: Path, content: bytes | memoryview | Callable[[BinaryIO], object]) -> None:
     """Write a file atomically, through ``NAME.part``.
 
-    Parameters
-    ----------
     content : the bytes, or a function that writes them into an open file.
 
-    Raises
-    ------
-    OSError
-        If the file cannot be written. What stood there before is left as it was.
+    Raises OSError if the file cannot be written. What stood there before is left as it was.
     """
     draft = path.with_name(path.name + ".part")
     try:
@@ -55,9 +50,7 @@ def write_whole(path: Path, content: bytes | memoryview | Callable[[BinaryIO], o
 def take_lock(descriptor: int, path: Path) -> bool:
     """Lock the open file ``descriptor`` for this process until it is closed.
 
-    Returns
-    -------
-    Whether it is locked now: False where another process holds the lock, or ``path`` names another file by now.
+    Returns whether it is locked now: False where another process holds the lock, or ``path`` names another file by now.
     """
     if fcntl is None:
         return True
@@ -73,14 +66,9 @@ def take_lock(descriptor: int, path: Path) -> bool:
 def locked(path: Path, what: str, remedy: str) -> Iterator[None]:
     """Hold the lock of the file ``path`` during the block; creates the file if it is missing.
 
-    Parameters
-    ----------
     what : what the lock protects, for the message. remedy : what else the user may do than wait, for the message.
 
-    Raises
-    ------
-    MmaccelError
-        If another process holds the lock, or the file cannot be opened.
+    Raises :class:`MmaccelError` if another process holds the lock, or the file cannot be opened.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -97,13 +85,8 @@ def locked(path: Path, what: str, remedy: str) -> Iterator[None]:
 class AppendFile:
     """A file that only grows, one whole piece after the other, and that one process writes at a time.
 
-    Raises
-    ------
-    MmaccelError
-        If another run writes to the file, or it cannot be opened.
+    Raises :class:`MmaccelError` if another run writes to the file, or it cannot be opened.
 
-    Parameters
-    ----------
     path : of the file, which is made where it is missing.
     remedy : how to take another file, for messages: ``give another file``.
     what : the file that the user knows, if that is another one, for the message that another run writes to it.
@@ -131,10 +114,7 @@ class AppendFile:
     def cut(self, size: int) -> None:
         """Keep the first ``size`` bytes only.
 
-        Raises
-        ------
-        MmaccelError
-            If the file cannot be written.
+        Raises :class:`MmaccelError` if the file cannot be written.
         """
         try:
             if os.fstat(self._file).st_size != size:
@@ -146,10 +126,7 @@ class AppendFile:
     def append(self, content: bytes) -> None:
         """Append ``content``; when this returns, all of it is on the disk.
 
-        Raises
-        ------
-        MmaccelError
-            If it cannot be written. None of it is in the file then, or the end of the file is torn.
+        Raises :class:`MmaccelError` if it cannot be written. None of it is in the file then, or the end of the file is torn.
         """
         end = os.fstat(self._file).st_size
         try:

@@ -21,15 +21,11 @@ def true_last(mask: Tensor) -> Tensor:
 def leftmost(mask: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
     """The true slots of every row of ``mask [..., n]`` bool, moved to the left.
 
-    Parameters
-    ----------
     width : how many slots to return, for callers that know the largest number of true ones in a row; without it the host
         waits for that number.
 
-    Returns
-    -------
-    ``[..., width]`` long, the slots in ascending order, and ``[..., width]`` bool, which of them are true. Short rows are
-    filled up with false slots, so that all can be gathered at.
+    Returns the slots ``[..., width]`` long, ascending, and ``[..., width]`` bool, which of them are true; short rows are filled
+    up with false slots, so that all can be gathered at.
     """
     counts = mask.sum(-1)
     if width is None:
@@ -64,8 +60,6 @@ def after_last(mask: Tensor) -> Tensor:
 def question(text: Tensor, visual: Tensor) -> Tensor:
     """``[B, n]`` bool: the text after the last picture of every row; all text of rows that end in a picture.
 
-    Parameters
-    ----------
     text, visual : ``[B, n]`` bool, the text and the visual tokens; tokens that are neither are padding.
     """
     after = text & after_last(visual)

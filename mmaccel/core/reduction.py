@@ -262,8 +262,6 @@ class Reduction:
     def relabel(self, places: Tensor, rows: Tensor, shape: torch.Size | tuple[int, int]) -> Reduction:
         """The same map with slot ``s`` of unit ``u`` written as slot ``places[u, s]`` of row ``rows[u]``.
 
-        Parameters
-        ----------
         places : ``[N, n]`` long; only the entries of valid slots are read.
         rows : ``[N]`` long; several units may share a row.
         shape : (rows, slots) of the result. Slots that no unit covers are neither valid nor kept.

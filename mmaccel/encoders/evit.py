@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
 from ..core.reduction import top_mask
-from ..errors import MmaccelError, UnsupportedError
+from ..errors import MmaccelError
 from ..method import EncoderMethod, EncoderTokens, TowerFacts, register
 
 
@@ -40,17 +38,14 @@ class EViT(EncoderMethod):
     summary = "tokens the tower's CLS token looks at, the others fused into one inside the tower"
     paper = "arXiv 2202.07800"
     default_retain = 0.36
-    proportional: ClassVar[bool] = False
-    needs_cls: ClassVar[bool] = True
+    proportional = False
+    needs_cls = True
 
     fuse: bool = True
 
     def check(self, family: TowerFacts) -> None:
         """Refuse towers without a CLS token."""
-        if not family.has_cls:
-            raise UnsupportedError(
-                f"evit needs a CLS token, which the vision tower of {family.name} lacks; use 'tome' or 'pitome'."
-            )
+        self.require_cls(family, "use 'tome' or 'pitome'")
 
     def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:
         """The same share at a quarter, half and three quarters of the layers; ``tokens - kept`` in all."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from mmaccel_kernels.copies import first_copies, of_first
@@ -45,7 +45,7 @@ class PiToMe(EncoderMethod):
     name = "pitome"
     summary = "tokens that have many like them merged inside the vision tower"
     paper = "arXiv 2405.16148"
-    conserves_mass: ClassVar[bool] = True
+    conserves_mass = True
 
     margin: float | None = None
     matching: Literal["energy", "bsm", "text"] = "energy"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from mmaccel_kernels.copies import first_copies
@@ -46,7 +46,7 @@ class ToMe(EncoderMethod):
     name = "tome"
     summary = "similar tokens merged inside the vision tower"
     paper = "arXiv 2210.09461"
-    conserves_mass: ClassVar[bool] = True
+    conserves_mass = True
 
     pace: Literal["constant", "decreasing"] | float | tuple[float, ...] = "constant"
     coarse: bool = False
@@ -136,8 +136,6 @@ class ToMe(EncoderMethod):
 def bipartite_soft_matching(metric: Tensor, remove: int, protected: int = 0) -> Tensor:
     """The slot each token flows into, ``[N, T]`` long; ``remove`` of them flow into another one.
 
-    Parameters
-    ----------
     metric : ``[N, T, d]``, the vectors whose cosines are compared.
     remove : cut to half of the unprotected tokens, as in the paper.
     protected : number of leading tokens (class, distillation, registers) that take no part.

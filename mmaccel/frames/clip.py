@@ -33,10 +33,7 @@ class FrameEncoder:
         """From a folder of an open_clip model, or ``NAME:WEIGHTS`` as open_clip knows it. The last two are kept; a folder whose
         files have changed is loaded anew.
 
-        Raises
-        ------
-        MmaccelError
-            If open_clip is not installed, or the model is none or cannot be read.
+        Raises :class:`MmaccelError` if open_clip is not installed, or the model is none or cannot be read.
         """
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return _load(name, device, content_of(name))

@@ -51,8 +51,6 @@ def between(ends: np.ndarray, total: int) -> list[tuple[int, int]]:
 def over_scenes(scenes: list[tuple[int, int]], count: int) -> np.ndarray:
     """``count`` frames spread over scenes, ascending: one each, the others by length, all in the middle of their stretch.
 
-    Parameters
-    ----------
     scenes : first and last frame of each, without gaps; at most ``count``.
     """
     lengths = np.asarray([last - first + 1 for first, last in scenes])

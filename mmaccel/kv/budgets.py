@@ -109,8 +109,6 @@ def prefix(scores: list[Tensor], count: int) -> list[int]:
     *PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need*, arXiv 2412.03409: the keys of
     each layer in falling order of their scores, cut where their sum reaches the same share ``p`` everywhere.
 
-    Parameters
-    ----------
     scores : per layer ``[n]`` float, not negative; or of several layers ``[layers, n]``.
 
     The keys of all layers are sorted by the share of the sum in front of them; the first ``count * L`` stay. That is the
@@ -157,8 +155,6 @@ def variance_ratios(scores: Iterable[Tensor]) -> Tensor:
     *D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference*, ICLR 2025, arXiv 2406.13035: ``v`` is
     the variance over keys of the attention each received, brought to [0, 1] over the heads, mean over heads.
 
-    Parameters
-    ----------
     scores : the variances, per layer ``[H]``; or of several layers ``[layers, H]``.
     """
     spread = []
@@ -176,8 +172,6 @@ def adaptive(scores: Tensor, among: Tensor, count: Tensor, floor: float, officia
     *Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation*, NeurIPS 2025, arXiv 2407.11550: of the best
     ``H * count`` keys of all heads together, ``c_h`` are of head h; it gets ``(1 - floor) c_h + floor count``.
 
-    Parameters
-    ----------
     scores : ``[B, H, K]``, infinite for keys that must stay; among : ``[B, K]`` bool, the keys that compete;
         count : ``[B]``, the mean over heads.
     official : as in the authors' program the heads compete for what ``count`` leaves beside the keys that must stay (the

@@ -60,8 +60,6 @@ def reads_as_stored(layer: Stored, incoming: ForwardInfo, new: Tensor) -> bool:
     """Whether a layer is read as stored in this forward: nothing but attention looks at its keys, of which some are ragged or
     packed, and there are few new tokens on a GPU, or one on a CPU and nothing is packed.
 
-    Parameters
-    ----------
     new : ``[B, heads, q, D]``, queries or keys of the new tokens.
     """
     if not incoming.as_stored or incoming.reads or (layer.ragged is None and not layer.packed):
@@ -84,15 +82,11 @@ def attend(
 ) -> Tensor:
     """Attention of ``query [B, Hq, q, D]`` over everything in ``layer``, the keys of the queries included.
 
-    Parameters
-    ----------
     visible : ``[B, 1 or Hkv, q, K]`` bool, over the slots of ``layer.stored()``; None if a query sees all up to its own key.
     tail : ``[1]`` long, how many of ``layer.keys`` there are; all by default.
     pages : what is to be read of those of a layer that has one token group; all by default.
 
-    Returns
-    -------
-    ``[B, q, Hq, D]``, as attention functions of transformers return it.
+    Returns ``[B, q, Hq, D]``, as attention functions of transformers return it.
     """
     flat = None
     if (ragged := layer.ragged) is not None:

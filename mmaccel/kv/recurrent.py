@@ -86,10 +86,7 @@ class RecurrentLayer(LinearAttentionLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Tokens cannot be forgotten.
 
-        Raises
-        ------
-        UnsupportedError
-            If any are to be.
+        Raises :class:`UnsupportedError` if any are to be.
         """
         if int(tokens_to_remove):
             raise UnsupportedError(

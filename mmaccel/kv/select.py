@@ -29,8 +29,6 @@ def rank(
 ) -> Tensor:
     """The policy's scores ``[B, Hkv, K]`` with those of protected keys infinite and those of padding lowest.
 
-    Parameters
-    ----------
     start : whether the first of these keys are the first of the sequence, so that ``sinks`` means them.
     question : ``[B, 2]`` long, the places between which ``protect=("question",)`` protects text.
     scores : those of another policy, or those of this one that are there already; what is protected is that of ``policy``.

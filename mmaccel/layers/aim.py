@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.reduction import Reduction
-from ..method import Grid, LayerAttention, LayerMethod, TokenBatch, register
+from ..method import LayerAttention, LayerMethod, Ranking, register
 from ..method.blocks import row_blocks, upto
 
 
 @register
-class AimPageRank(LayerMethod):
+class AimPageRank(Ranking, LayerMethod):
     """Keep the visual tokens in which a random walk along attention ends, from wherever it starts.
 
     *AIM: Adaptive Inference of Multi-Modal LLMs via Token Merging and Pruning*, ICCV 2025, arXiv 2412.03248.
@@ -43,6 +42,8 @@ class AimPageRank(LayerMethod):
     name = "aim-pagerank"
     summary = "visual tokens that a page rank walk over a layer's attention ends at"
     paper = "arXiv 2412.03248"
+    ranks_by = "importance"
+    official_rounding = "down"
     default_retain = 0.25
     limits = {"tau": "(0, inf)", "iterations": "[1, inf)", "teleport": "[0, 1)"}
 
@@ -50,10 +51,6 @@ class AimPageRank(LayerMethod):
     tau: float = 0.1
     iterations: int = 5
     teleport: float = 0.0
-
-    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
-        """The program rounds down."""
-        return int(retain * size)
 
     def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``importance [B, K]``; 0 for padding."""
@@ -75,7 +72,3 @@ class AimPageRank(LayerMethod):
                 walk[i + 1, :, :, : before + stop] += torch.einsum("bhr,bhrk->bhk", on, flow)
         importance = walk[-1].square().mean(1).sqrt()
         return {"importance": importance / length.clamp(min=1)[:, None]}
-
-    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """``importance [N, n]``, ``count [N]`` -> the highest."""
-        return Reduction.top(tokens.signals["importance"], tokens.valid, count)

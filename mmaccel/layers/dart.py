@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from mmaccel_kernels.copies import first_copies, of_first
 from torch import Tensor
@@ -49,8 +47,8 @@ class DART(LayerMethod):
     summary = "tokens that are least like a few pivots, from layer 2 on"
     paper = "arXiv 2502.11494"
     default_retain = 0.222
-    needs_question: ClassVar[bool] = True
-    last_norm: ClassVar[bool] = True
+    needs_question = True
+    last_norm = True
     limits = {"image_pivots": "[1, inf)", "text_pivots": "[0, inf)"}
 
     layer: float = 2

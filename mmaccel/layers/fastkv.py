@@ -5,12 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from ..core.reduction import Reduction
-from ..method import LayerAttention, LayerMethod, TokenBatch, register
+from ..method import LayerAttention, LayerMethod, Ranking, register
 
 
 @register
-class FastKVTokens(LayerMethod):
+class FastKVTokens(Ranking, LayerMethod):
     """Token-selective propagation: rank visual tokens by the attention of the last queries of one layer, smoothed.
 
     *FastKV: Decoupling of Context Reduction and KV Cache Compression for Prefill-Decoding Acceleration*, arXiv 2502.01068.
@@ -32,6 +31,7 @@ class FastKVTokens(LayerMethod):
     name = "fastkv-tokens"
     summary = "tokens the last prompt queries attend to, from the middle of the language model on"
     paper = "arXiv 2502.01068"
+    ranks_by = "window_attention"
     default_retain = 0.2
     limits = {"window": "[1, inf)", "kernel": "odd"}
 
@@ -48,7 +48,3 @@ class FastKVTokens(LayerMethod):
         score = paid.sum((1, 2))
         score[:, first - rows :] = 0.0
         return {"window_attention": avg_pool1d(score[:, None], self.kernel, stride=1, padding=self.kernel // 2)[:, 0]}
-
-    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """``window_attention [N, n]``, ``count [N]`` -> the highest."""
-        return Reduction.top(tokens.signals["window_attention"], tokens.valid, count)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from ..core.reduction import Reduction
-from ..method import Grid, LayerMethod, TokenBatch, register
+from ..method import Grid, LayerMethod, Ranking, register
 
 
 @register
-class FastV(LayerMethod):
+class FastV(Ranking, LayerMethod):
     """Rank visual tokens by the attention paid by the last prompt token, one layer before they are dropped.
 
     *An Image is Worth 1/2 Tokens After Layer 2: Plug-and-Play Inference Acceleration for Large Vision-Language Models*,
@@ -33,6 +30,7 @@ class FastV(LayerMethod):
     name = "fastv"
     summary = "tokens the last prompt token attends to, from layer 2 on"
     paper = "arXiv 2403.06764"
+    ranks_by = "prompt_attention"
     default_retain = 0.5
 
     layer: float = 2
@@ -40,7 +38,3 @@ class FastV(LayerMethod):
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """The program is given the share to drop, and rounds what stays half to even."""
         return round(size * (1 - (1 - retain)))
-
-    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """``prompt_attention [N, n]``, ``count [N]`` -> the highest."""
-        return Reduction.top(tokens.signals["prompt_attention"], tokens.valid, count)

@@ -14,7 +14,7 @@ from ..core.budget import layer_at
 from ..core.masks import ranks
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import Grid, LayerMethod, ModelFacts, TokenBatch, register
+from ..method import LayerMethod, ModelFacts, TokenBatch, register
 from ..method.blocks import cosine_to
 
 #: a layer that merges less of the tokens is the last to merge
@@ -63,6 +63,7 @@ class FrameFusion(LayerMethod):
     name = "framefusion-step"
     summary = "similar tokens of neighbouring frames merged, then the attended ones kept"
     paper = "arXiv 2501.01986"
+    official_rounding = "half even"
     default_retain = 0.274
     lowest = 0
     limits = {"through": "[0, inf) or (0.0, 1.0]"}
@@ -95,10 +96,6 @@ class FrameFusion(LayerMethod):
     def layers(self) -> range:
         """All from ``layer`` to ``through``."""
         return range(int(self.layer), int(self.layer if self.through is None else self.through) + 1)
-
-    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
-        """The program's pruning rounds the number kept half to even."""
-        return round(retain * size)
 
     def is_done(self, left: Tensor, count: Tensor) -> bool:
         """Whether no picture needs another step."""
@@ -162,8 +159,6 @@ class FrameFusion(LayerMethod):
 def merge_runs(features: Tensor, valid: Tensor, cells: Tensor, similarity: float, most: Tensor) -> Reduction:
     """Merge tokens into the previous one of their cell where the cosine of the two is at least ``similarity``.
 
-    Parameters
-    ----------
     features : ``[N, n, D]``; ``valid [N, n]`` bool; ``cells [N, n, 3]`` (t, row, column), -1 for tokens without a cell.
     most : ``[N]`` long, how many may be merged away; the most similar are, the lower slot on a tie.
     """
@@ -198,10 +193,7 @@ def sparsity_needed(cost: float, layers: int, done: Sequence[float] = ()) -> flo
     may have ``r`` of the tokens left: ``sum_i prod_{j <= i} (1 - done[j]) + (layers - len(done)) s r = layers cost``. Returns
     ``1 - r``, or 0 if there is nothing to drop.
 
-    Raises
-    ------
-    MmaccelError
-        If the first ``len(done)`` layers have cost more than that already.
+    Raises :class:`MmaccelError` if the first ``len(done)`` layers have cost more than that already.
     """
     left, spent = 1.0, 0.0
     for share in done:

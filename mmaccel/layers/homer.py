@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..core.reduction import Reduction
 from ..errors import MmaccelError, UnsupportedError
-from ..method import ChunkMethod, LayerAttention, ModelFacts, TokenBatch, register
+from ..method import ChunkMethod, LayerAttention, ModelFacts, Ranking, register
 
 
 @register
-class HOMER(ChunkMethod):
+class HOMER(Ranking, ChunkMethod):
     """Hierarchical context merging: prompts that are longer than the model's positions, and shorter attention below.
 
     *Hierarchical Context Merging: Better Long Context Understanding for Pre-trained LLMs*, ICLR 2024, arXiv 2404.10308.
@@ -55,6 +54,7 @@ class HOMER(ChunkMethod):
     name = "homer"
     summary = "chunks with positions of their own that drop what the last token attends to least, joined level by level"
     paper = "arXiv 2404.10308"
+    ranks_by = "significance"
 
     layer: float = 12 / 32
     length: int = 0
@@ -83,7 +83,3 @@ class HOMER(ChunkMethod):
             away = (positions[:, -1:] - positions).long()
             found = found - table[away.clamp(0, len(table) - 1)]
         return {"significance": found}
-
-    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """``significance [N, n]``, ``count [N]`` -> the highest."""
-        return Reduction.top(tokens.signals["significance"], tokens.valid, count)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..core.reduction import Reduction, top_mask
-from ..method import ReturningMethod, TokenBatch, register
+from ..core.reduction import top_mask
+from ..method import Ranking, ReturningMethod, register
 
 
 @register
-class LazyLLM(ReturningMethod):
+class LazyLLM(Ranking, ReturningMethod):
     """Every step ranks visual tokens by the attention that its newest token pays, and the layers behind see the best.
 
     *LazyLLM: Dynamic Token Pruning for Efficient Long Context LLM Inference*, arXiv 2407.14057.
@@ -43,13 +43,10 @@ class LazyLLM(ReturningMethod):
     name = "lazyllm-tokens"
     summary = "tokens that every decode step attends to, from layer 9 on; dropped ones can come back"
     paper = "arXiv 2407.14057"
+    ranks_by = "prompt_attention"
     default_retain = 0.7
 
     layer: float = 9
-
-    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """``prompt_attention [N, n]``, ``count [N]`` -> the highest."""
-        return Reduction.top(tokens.signals["prompt_attention"], tokens.valid, count)
 
     def recall(self, figures: Mapping[str, Tensor], among: Tensor, count: Tensor) -> Tensor:
         """``prompt_attention [B, n]``, ``among [B, n]``, ``count [B]`` -> the highest."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -42,7 +40,7 @@ class METokPrune(LayerMethod):
     paper = "arXiv 2506.02850"
     unit = "picture"
     default_retain = 0.5
-    reads: ClassVar[tuple[str, ...]] = ("event", "key_event")
+    reads = ("event", "key_event")
     limits = {"others": "[0, 1]"}
 
     layer: float = 3

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..core.reduction import Reduction, top_mask
-from ..errors import UnsupportedError
 from ..method import LayerAttention, LayerMethod, Method, ModelFacts, Tap, TokenBatch, register
 from ..method.blocks import row_blocks, upto
 
@@ -58,7 +57,7 @@ class MustDropFilter(LayerMethod):
     summary = "visual tokens that the text, or a single text token, attends to"
     paper = "arXiv 2411.10803"
     budget = "at_most"
-    renumbers_inside: ClassVar[bool] = True
+    renumbers_inside = True
     default_retain = 1 / 3
     limits = {"global_threshold": "(0, inf)", "individual_threshold": "(0, inf)", "protect": "[0, 1]"}
 
@@ -83,10 +82,8 @@ class MustDropFilter(LayerMethod):
 
     def check(self, family: ModelFacts) -> None:
         """Refuse ``query="cls"`` on towers without a CLS token."""
-        if self.protect and self.query == "cls" and not family.has_cls:
-            raise UnsupportedError(
-                f"mustdrop-filter asks the CLS token, which the vision tower of {family.name} lacks; give query='all'."
-            )
+        if self.protect and self.query == "cls":
+            self.require_cls(family, "give query='all'")
 
     def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``text_sum`` and ``text_max [B, K]``: sum and maximum over text rows of the attention they pay, mean over heads."""

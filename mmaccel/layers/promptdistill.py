@@ -5,12 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from ..core.reduction import Reduction
-from ..method import LayerAttention, LayerMethod, TokenBatch, register
+from ..method import LayerAttention, LayerMethod, Ranking, register
 
 
 @register
-class PromptDistill(LayerMethod):
+class PromptDistill(Ranking, LayerMethod):
     """Rank visual tokens by the scaled products of the last prompt token's query with their keys, before any softmax.
 
     *PromptDistill: Query-based Selective Token Retention in Intermediate Layers for Efficient Large Language Model
@@ -36,6 +35,7 @@ class PromptDistill(LayerMethod):
     name = "promptdistill"
     summary = "tokens the last prompt token's query matches, from layer 14 on"
     paper = "arXiv 2503.23274"
+    ranks_by = "prompt_logits"
     default_retain = 0.25
     limits = {"kernel": "odd"}
 
@@ -54,7 +54,3 @@ class PromptDistill(LayerMethod):
         logits[:, -1] = 0.0
         smooth = avg_pool1d(logits[:, None], self.kernel, stride=1, padding=self.kernel // 2)[:, 0]
         return {"prompt_logits": smooth.masked_fill(hidden, float("-inf"))}
-
-    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """``prompt_logits [N, n]``, ``count [N]`` -> the highest."""
-        return Reduction.top(tokens.signals["prompt_logits"], tokens.valid, count)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from ..core.reduction import Reduction
-from ..method import Grid, LayerMethod, TokenBatch, register
+from ..method import LayerMethod, Ranking, register
 
 
 @register
-class PyramidDrop(LayerMethod):
+class PyramidDrop(Ranking, LayerMethod):
     """One stage of PyramidDrop: visual tokens by the attention that the last token is about to pay.
 
     *PyramidDrop: Accelerating Your Large Vision-Language Models via Pyramid Visual Redundancy Reduction*, CVPR 2025,
@@ -34,16 +31,10 @@ class PyramidDrop(LayerMethod):
     name = "pyramiddrop-step"
     summary = "tokens the last prompt token is about to attend to, from layer 8 on"
     paper = "arXiv 2410.17247"
+    ranks_by = "prompt_attention"
+    official_rounding = "down"
     renumbers_inside = True
     default_retain = 0.5
     looks_ahead = True
 
     layer: float = 8
-
-    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
-        """The program rounds down, always of the number there was at first."""
-        return int(retain * size)
-
-    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """``prompt_attention [N, n]``, ``count [N]`` -> the highest."""
-        return Reduction.top(tokens.signals["prompt_attention"], tokens.valid, count)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Sttm(LayerMethod):
     summary = "cells of a quadtree over every frame, and of these what stays alike over time, averaged (adaptive)"
     paper = "arXiv 2507.07990"
     budget = "adaptive"
-    default_retain: ClassVar[float | None] = 1.0
+    default_retain = 1.0
     limits = {"root": "[0, inf)", "heads": "[1, inf)"}
 
     layer: float = 2

@@ -5,12 +5,11 @@ from __future__ import annotations
 from mmaccel_kernels.importance import importance
 from torch import Tensor
 
-from ..core.reduction import Reduction
-from ..method import Grid, LayerAttention, LayerMethod, TokenBatch, register
+from ..method import Grid, LayerAttention, LayerMethod, Ranking, register
 
 
 @register
-class VASparse(LayerMethod):
+class VASparse(Ranking, LayerMethod):
     """The token score of VASparse as a reduction of the prompt.
 
     *VASparse: Towards Efficient Visual Hallucination Mitigation via Visual-Aware Token Sparsification*, CVPR 2025,
@@ -34,6 +33,7 @@ class VASparse(LayerMethod):
     name = "vasparse"
     summary = "tokens that receive most attention from the whole prompt, from layer 3 on"
     paper = "arXiv 2501.06553"
+    ranks_by = "received_mean"
     default_retain = 0.5
 
     layer: float = 3
@@ -51,7 +51,3 @@ class VASparse(LayerMethod):
         # padding asks nothing
         asking = attention.query.shape[2] if seen is None else seen[:, 0].any(-1).sum(-1, keepdim=True)
         return {"received_mean": sums.mean(1) / asking}
-
-    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """``received_mean [N, n]``, ``count [N]`` -> the highest."""
-        return Reduction.top(tokens.signals["received_mean"], tokens.valid, count)

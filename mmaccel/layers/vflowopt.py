@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..core.reduction import Reduction
-from ..method import Grid, LayerAttention, LayerMethod, Tap, TokenBatch, register
+from ..method import Grid, LayerAttention, LayerMethod, Ranking, Tap, register
 
 
 @register
-class VFlowOptInner(LayerMethod):
+class VFlowOptInner(Ranking, LayerMethod):
     """The second and third stage of VFlowOpt.
 
     *VFlowOpt: A Token Pruning Framework for LMMs with Visual Information Flow-Guided Optimization*, ICCV 2025,
@@ -31,6 +30,7 @@ class VFlowOptInner(LayerMethod):
     name = "vflowopt-inner"
     summary = "tokens by attention received in the tower, from layer 9 on"
     paper = "arXiv 2508.05211"
+    ranks_by = "received_attention"
 
     layer: float = 9
 
@@ -45,7 +45,3 @@ class VFlowOptInner(LayerMethod):
     def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """Nothing."""
         return {}
-
-    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """``received_attention [N, n]``, ``count [N]`` -> the highest; tokens without a source are dropped first."""
-        return Reduction.top(tokens.signals["received_attention"][:, 0], tokens.valid, count)

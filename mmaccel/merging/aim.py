@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from mmaccel_kernels.copies import first_copies
 from mmaccel_kernels.matching import most_alike
@@ -11,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction
-from ..method import Grid, ProjectorMethod, TokenBatch, register
+from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
 from .film import alike, share, spare
 
@@ -42,12 +40,9 @@ class AimMerge(ProjectorMethod):
     name = "aim-merge"
     summary = "similar tokens of a frame merged, halving by halving"
     paper = "arXiv 2412.03248"
+    official_rounding = "down"
     unit = "picture"
-    conserves_mass: ClassVar[bool] = True
-
-    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
-        """The program rounds down: ``int(retain n)``."""
-        return int(retain * size)
+    conserves_mass = True
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``count [N]`` -> the token of its frame that each flows into."""

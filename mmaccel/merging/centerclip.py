@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from mmaccel_kernels.copies import first_copies, pairs_of_first
@@ -49,7 +49,7 @@ class CenterClip(ProjectorMethod):
     summary = "k-medoids of the tokens of neighbouring frames"
     paper = "arXiv 2205.00823"
     unit = "picture"
-    default_retain: ClassVar[float | None] = 0.5
+    default_retain = 0.5
     limits = {"frames": "[1, inf)", "iterations": "[1, inf)"}
 
     frames: int = 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -42,7 +40,7 @@ class DyCokeTTM(ProjectorMethod):
     summary = "groups of four frames; tokens that repeat an earlier frame are dropped"
     paper = "arXiv 2411.15024"
     unit = "picture"
-    default_retain: ClassVar[float | None] = 0.475
+    default_retain = 0.475
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """All tokens of whole frames, and the same number, rounded down, of every frame that is compared."""

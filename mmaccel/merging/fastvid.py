@@ -93,8 +93,6 @@ class FastVID(AttentionGuided):
     def clip(self, x: Tensor, attention: Tensor, there: Tensor, count: int) -> Flat:
         """The links of one clip in cells ``t P + p``.
 
-        Parameters
-        ----------
         x, attention, there : ``[T, P, D]``, ``[T, P]``, and ``[T, P]`` bool, False for cells without a token.
         count : how many tokens may stay.
         """

@@ -94,8 +94,6 @@ def by_clip(tokens: TokenBatch, count: Tensor, links: Callable[[Clip], Flat]) ->
 
     A unit whose budget ``count [N]`` holds all its tokens, or that has no cells, keeps its first tokens as they are.
 
-    Parameters
-    ----------
     links : the links of a clip; slots and sources are numbered ``t P + p``.
     """
     film, here = Film.of(tokens), tokens.celled

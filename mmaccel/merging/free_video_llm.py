@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -62,8 +61,8 @@ class FreeVideoLlm(ProjectorMethod):
     paper = "arXiv 2410.10441"
     unit = "picture"
     budget = "at_most"
-    needs_question: ClassVar[bool] = True
-    default_retain: ClassVar[float | None] = 0.1
+    needs_question = True
+    default_retain = 0.1
     limits = {"slow": "[0, inf)", "middle": "[0, inf)", "roi": "(0, 1]", "fast": "[0, 1]"}
 
     slow: int = 3

@@ -87,8 +87,6 @@ class HoliTomMerge(ProjectorMethod):
     def clip(self, x: Tensor, attention: Tensor, there: Tensor, retain: float) -> Flat:
         """The links of one clip in cells ``t P + p``.
 
-        Parameters
-        ----------
         x, attention, there : ``[T, P, D]``, ``[T, P]``, and ``[T, P]`` bool, False for cells without a token.
         retain : share of the tokens to keep.
         """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from mmaccel_kernels.copies import first_copies
 from mmaccel_kernels.matching import most_alike
@@ -49,7 +47,7 @@ class KiToke(ProjectorMethod):
     summary = "tokens that are rare in the whole clip, the others merged into them within intervals"
     paper = "arXiv 2604.03414"
     unit = "picture"
-    conserves_mass: ClassVar[bool] = True
+    conserves_mass = True
     limits = {"bandwidth": "(0, inf)"}
 
     bandwidth: float = 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import gcd
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ class LongVlm(ProjectorMethod):
     summary = "tokens of ten frames merged together, halving by halving"
     paper = "arXiv 2404.03384"
     unit = "picture"
-    conserves_mass: ClassVar[bool] = True
+    conserves_mass = True
     limits = {"frames": "[1, inf)", "heads": "[1, inf)"}
 
     frames: int = 10

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -52,8 +50,8 @@ class METokMerge(ProjectorMethod):
     paper = "arXiv 2506.02850"
     unit = "picture"
     budget = "at_most"
-    needs_question: ClassVar[bool] = True
-    default_retain: ClassVar[float | None] = 0.42
+    needs_question = True
+    default_retain = 0.42
     limits = {"events": "[1, inf)", "key": "[1, inf)", "fine": "[1, inf)"}
 
     events: int = 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ class MovieChat(ProjectorMethod):
     paper = "arXiv 2307.16449"
     unit = "picture"
     budget = "at_most"
-    conserves_mass: ClassVar[bool] = True
+    conserves_mass = True
     foreseen = "grid"
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -43,7 +41,7 @@ class MovieChatMemory(MovieChat):
 
     name = "moviechat-memory"
     summary = "fragments of a clip merged to two frames each, then its newest frames and the last"
-    conserves_mass: ClassVar[bool] = False
+    conserves_mass = False
 
     short: int = 18
     merge: int = 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -46,8 +44,8 @@ class MustDropMerge(ProjectorMethod):
     paper = "arXiv 2411.10803"
     unit = "tile"
     budget = "adaptive"
-    conserves_mass: ClassVar[bool] = True
-    default_retain: ClassVar[float | None] = 1.0
+    conserves_mass = True
+    default_retain = 1.0
     limits = {"window": "[2, inf)"}
 
     threshold: float = 0.8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -48,8 +47,8 @@ class PruneVidMerge(ProjectorMethod):
     paper = "arXiv 2412.16117"
     unit = "picture"
     budget = "adaptive"
-    conserves_mass: ClassVar[bool] = True
-    default_retain: ClassVar[float | None] = 0.5
+    conserves_mass = True
+    default_retain = 0.5
     limits = {"scenes": "(0, 1]", "neighbours": "[1, inf)"}
 
     tau: float = 0.8
@@ -70,8 +69,6 @@ class PruneVidMerge(ProjectorMethod):
     def clip(self, x: Tensor, there: Tensor, retain: float) -> Tensor:
         """``[T, P]`` long: the cell ``t P + p`` that each token of a clip flows into.
 
-        Parameters
-        ----------
         x, there : ``[T, P, D]``, and ``[T, P]`` bool, False for cells without a token.
         retain : share of every part that clustering keeps.
         """

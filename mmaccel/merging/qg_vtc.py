@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from mmaccel_kernels.copies import first_copies, of_first
 from mmaccel_kernels.matching import most_alike
@@ -47,7 +45,7 @@ class QGVTC(ProjectorMethod):
     summary = "tokens relevant to the question, the others averaged into them in three steps"
     paper = "arXiv 2504.00654"
     unit = "tile"
-    needs_question: ClassVar[bool] = True
+    needs_question = True
     default_retain = 0.125
     limits = {"temperature": "(0, inf)"}
 

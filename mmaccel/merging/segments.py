@@ -15,14 +15,10 @@ def static_segments(similar: Tensor, longest: int = 1024) -> tuple[list[tuple[in
     Dynamic programming of HoliTom: a segment of frames ``s .. e`` saves ``(e - s)`` times the number of cells at which all its
     neighbouring frames are similar, and the sum over segments is maximised. On a tie the last segment is the shortest.
 
-    Parameters
-    ----------
     similar : ``[T - 1, P]`` bool, whether frames t and t + 1 are similar at each cell.
     longest : the most frames of a segment.
 
-    Returns
-    -------
-    First and last frame of every segment, and the number of tokens they save.
+    Returns first and last frame of every segment, and the number of tokens they save.
     """
     frames, places = similar.shape[0] + 1, similar.shape[1]
     # for how many frames each cell has not changed

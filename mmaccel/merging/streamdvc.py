@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from mmaccel_kernels.copies import first_copies, of_first
 from torch import Tensor
@@ -52,7 +50,7 @@ class StreamDvc(ProjectorMethod):
     paper = "arXiv 2404.01297"
     unit = "picture"
     #: of an empty cluster, which stays what it was, the tokens count twice
-    conserves_mass: ClassVar[bool] = False
+    conserves_mass = False
     limits = {"iterations": "[1, inf)"}
 
     iterations: int = 2

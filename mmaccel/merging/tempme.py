@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import ceil, prod
-from typing import ClassVar
 
 import torch
 from mmaccel_kernels.copies import first_copies
@@ -51,7 +50,7 @@ class TempMe(ProjectorMethod):
     summary = "similar tokens merged within frames, then within ever longer clips"
     paper = "arXiv 2409.01156"
     unit = "picture"
-    conserves_mass: ClassVar[bool] = True
+    conserves_mass = True
 
     joins: tuple[int, ...] = (2, 2, 3)
 

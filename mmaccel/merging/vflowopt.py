@@ -77,8 +77,6 @@ class VFlowOptMerge(ProjectorMethod):
 def recycled(score: Tensor, here: Tensor, cell: Tensor, count: Tensor) -> Tensor:
     """``[N, n]`` long: the slot that each token flows into, such that ``count [N]`` stay; -1 for those that are gone.
 
-    Parameters
-    ----------
     score : ``[N, n]``, how important tokens are; the higher slot goes first on a tie.
     here : ``[N, n]`` bool, the tokens that take part.
     cell : ``[N, n]`` long, which tokens are recycled together.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from mmaccel_kernels.copies import first_copies
@@ -41,7 +41,7 @@ class Vtm(ProjectorMethod):
     summary = "every token averaged into the most alike of a few evenly spaced, central or moving ones"
     paper = "arXiv 2410.23782"
     unit = "picture"
-    conserves_mass: ClassVar[bool] = True
+    conserves_mass = True
 
     targets: Literal["uniform", "centre", "motion"] = "uniform"
 

@@ -15,7 +15,7 @@ from .registry import register
 from .returning import ReturningMethod
 from .reuse import ReuseMethod
 from .sparse_read import KeyUnits, Observed, Picked, ReadingPolicy, ReadStep
-from .tokens import ProjectorMethod, TokenBatch, TokenMethod
+from .tokens import ProjectorMethod, Ranking, TokenBatch, TokenMethod
 
 __all__ = [
     "CHOICES",
@@ -45,6 +45,7 @@ __all__ = [
     "Policy",
     "PreviewMethod",
     "ProjectorMethod",
+    "Ranking",
     "ReadStep",
     "ReadingPolicy",
     "ReturningMethod",

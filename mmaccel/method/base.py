@@ -22,6 +22,8 @@ Grid = tuple[int, int, int]
 Site = Literal["frames", "patches", "encoder", "projector", "layers", "cache", "codec"]
 #: ``exact``: what the paper says, and budgets that are met; ``official``: what the authors' program does
 Variant = Literal["exact", "official"]
+#: ``exact``: keeps what the budget resolves to; ``at_most``: never more; ``adaptive``: the content decides; ``none``: no budget
+Budget = Literal["exact", "at_most", "adaptive", "none"]
 
 
 @dataclass(frozen=True)
@@ -119,15 +121,15 @@ class Method(ABC):
     site: ClassVar[Site]
     summary: ClassVar[str] = ""
     paper: ClassVar[str] = ""
-    #: ``exact``: keeps what the budget resolves to; ``at_most``: never more; ``adaptive``: the content decides; ``none``: no
-    #: budget
-    budget: ClassVar[Literal["exact", "at_most", "adaptive", "none"]] = "exact"
+    budget: ClassVar[Budget] = "exact"
     #: every kept token is a mean, its weights sum to one, and every token with a cell flows into exactly one
     conserves_mass: ClassVar[bool] = False
     #: the authors' program renumbers positions between layers of the language model, which is not offered here
     renumbers_inside: ClassVar[bool] = False
     #: the default ``retain`` of the recipe that consists of this method alone
     default_retain: ClassVar[float | None] = 0.25
+    #: how the authors' program rounds the number of tokens that it keeps, where it is a ratio
+    official_rounding: ClassVar[Literal["half up", "down", "half even"]] = "half up"
     #: sites that no other method of a recipe may work at, and why
     excludes: ClassVar[Mapping[str, str]] = {}
     #: whether a recipe with this method may weigh tokens by what was merged into them (``proportional``)
@@ -223,6 +225,16 @@ class Method(ABC):
         """Number of the ``size`` tokens of a picture or clip that the authors' program keeps at the ratio ``retain``.
 
         Used with ``variant="official"``; the caller raises 0 to 1, and budgets that are counts are taken as they are. By
-        default the exact rounding. ``grid`` is (t, h, w) of a picture or clip that is one unit, else None (tiles, frames).
+        default by :attr:`official_rounding`. ``grid`` is (t, h, w) of a picture or clip that is one unit, else None (tiles,
+        frames).
         """
-        return resolve(retain, size)
+        if self.official_rounding == "half up":
+            return resolve(retain, size)
+        return int(retain * size) if self.official_rounding == "down" else round(retain * size)
+
+    def require_cls(self, family: TowerFacts, remedy: str) -> None:
+        """Raise :class:`UnsupportedError` with a ``remedy`` for vision towers without a CLS token."""
+        if not family.has_cls:
+            raise UnsupportedError(
+                f"{self.name} needs a CLS token, which the vision tower of {family.name} lacks; {remedy}."
+            )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from typing import ClassVar
 
 from torch import Tensor
 
 from ..core.budget import layer_at
-from ..core.layout import Unit
 from ..errors import UnsupportedError
 from .base import Method, ModelFacts
 from .layers import LayerAttention
@@ -47,7 +45,7 @@ class ChunkMethod(TokenMethod):
         "one joins what layers have stored of chunks, and the other needs a prompt in one piece there",
     )
     weighable = False
-    unit: ClassVar[Unit] = "picture"
+    unit = "picture"
     limits = {"layer": "[0, inf) or [0.0, 1.0)", "length": "[0, inf)"}
     layer: float
     length: int

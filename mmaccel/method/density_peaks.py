@@ -23,8 +23,6 @@ def density_peaks(x: Tensor, valid: Tensor, neighbours: int, strict: bool = Fals
     Copies are at a distance of zero and equally dense. Distances are computed in blocks of rows, twice; no ``m x m`` matrix
     is in memory unless it fits one block.
 
-    Parameters
-    ----------
     x : ``[F, m, D]``, ``F`` sets that are clustered separately.
     valid : ``[F, m]`` bool.
     neighbours : ``k``, cut to the number of tokens.

@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from ..core.layout import Unit
 from .base import Method
 from .keys import Policy
 from .layers import LayerAttention
@@ -40,7 +39,7 @@ class DraftMethod(Drafted, ProjectorMethod):
     reaches :meth:`reduce` as ``tokens.signals["draft_match"]``. Keys of earlier turns take no part.
     """
 
-    unit: ClassVar[Unit] = "picture"
+    unit = "picture"
     #: how layers are joined
     joined: ClassVar[Literal["max", "sum"]] = "max"
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from ..core.budget import resolve
-from .base import Method
+from .base import Budget, Method
 from .refused import described, refuse
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ class FramesMethod(Method):
     """A method at site ``frames``: works on pixels, before the processor. Applied by :func:`mmaccel.prepare`."""
 
     site = "frames"
-    budget: ClassVar[Literal["exact", "at_most", "adaptive", "none"]] = "adaptive"
+    budget: ClassVar[Budget] = "adaptive"
     #: whether ``clip(frames)`` is ``frames[choose(frames)]``, so that frames need not be chosen twice
     only_chooses: ClassVar[bool] = False
 
@@ -42,7 +42,7 @@ class FramesMethod(Method):
 class FrameChoice(FramesMethod):
     """Base of methods that keep ``retain`` of the frames of a clip, at least one; pictures stay as they are."""
 
-    budget: ClassVar[Literal["exact", "at_most", "adaptive", "none"]] = "exact"
+    budget: ClassVar[Budget] = "exact"
     only_chooses = True
 
     @abstractmethod
@@ -69,10 +69,7 @@ class FrameChoice(FramesMethod):
 def check_frames(method: Method, call: str, made: Any, total: int, count: int | None = None) -> np.ndarray:
     """Validate the ascending indices ``made`` of frames, at least one or ``count`` of ``total``; returns ``[T']`` int64.
 
-    Raises
-    ------
-    MmaccelError
-        If it has not.
+    Raises :class:`MmaccelError` if it has not.
     """
     number = "one or more" if count is None else str(count)
     wanted = f"{number} ascending indices of frames from 0 to {total - 1}, each once"

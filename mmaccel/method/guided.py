@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..core.layout import Unit
-from ..errors import UnsupportedError
 from .base import ModelFacts, Tap
 from .tokens import ProjectorMethod, TokenBatch
 
@@ -44,11 +43,8 @@ class AttentionGuided(ProjectorMethod):
 
     def check(self, family: ModelFacts) -> None:
         """Refuse ``query="cls"`` on towers without a CLS token."""
-        if self.query == "cls" and not family.has_cls:
-            raise UnsupportedError(
-                f"{self.name} asks the CLS token, which the vision tower of {family.name} lacks; "
-                "give query='all' to rank by the attention received from all tokens."
-            )
+        if self.query == "cls":
+            self.require_cls(family, "give query='all' to rank by the attention received from all tokens")
 
     def attention(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
         """``[N, n]`` float32 scores, NaN for tokens without a score, and ``[N, n]`` bool, the valid tokens that have one."""

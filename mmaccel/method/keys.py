@@ -263,10 +263,7 @@ class Policy(CacheOptions):
     def text_ranker(self) -> Policy | None:
         """The policy that :attr:`text_policy` names, with its default options.
 
-        Raises
-        ------
-        MmaccelError
-            If it is unknown, no cache policy, or needs more than keys.
+        Raises :class:`MmaccelError` if it is unknown, no cache policy, or needs more than keys.
         """
         if not self.text_policy:
             return None

@@ -49,8 +49,6 @@ _lock = threading.RLock()
 def load_once(kind: str, name: str, where: tuple[str, ...], load: Callable[[], Any]) -> Any:
     """Load a draft or text tower once and share it as long as anybody uses it.
 
-    Parameters
-    ----------
     kind, name, where : what is loaded, from which folder or hub id, and on which device or in which dtype. A folder counts
         with names, sizes and times of its files: after a change it is loaded anew.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -36,8 +35,8 @@ class PatchMethod(Method):
         "encoder": "either patches are left out of the tower or tokens are merged or reused in it, not both",
     }
     weighable = False
-    budget: ClassVar[Literal["exact", "at_most", "adaptive", "none"]] = "none"
-    default_retain: ClassVar[float | None] = None
+    budget = "none"
+    default_retain = None
 
     def suits(self, family: TowerFacts) -> None:
         """Raise :class:`UnsupportedError` when :meth:`check` does, or the tower needs all of its patches."""

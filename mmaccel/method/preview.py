@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from typing import ClassVar
 
 from torch import Tensor
 
 from ..core.budget import layer_at
-from ..core.layout import Unit
 from ..errors import MmaccelError
 from .base import Method, ModelFacts
 from .layers import LayerAttention
@@ -27,7 +25,7 @@ class PreviewMethod(ProjectorMethod):
     model of which only some layers attend it is the nearest of these, the lower of two.
     """
 
-    unit: ClassVar[Unit] = "picture"
+    unit = "picture"
     limits = {"layer": "[0, inf) or [0.0, 1.0)"}
     layer: float
 

@@ -105,10 +105,7 @@ def files(package: ModuleType) -> list[str]:
 def offered(group: str, kind: type) -> Iterator[type[Any] | ModuleType]:
     """Offers of installed packages through an entry point group, loaded: subclasses of ``kind``, or modules.
 
-    Raises
-    ------
-    MmaccelError
-        If something cannot be loaded, or is neither.
+    Raises :class:`MmaccelError` if something cannot be loaded, or is neither.
     """
     for point in sorted(entry_points(group=group), key=lambda point: point.name):
         try:

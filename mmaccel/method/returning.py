@@ -41,8 +41,6 @@ class ReturningMethod(LayerMethod):
     def recall(self, figures: Mapping[str, Tensor], among: Tensor, count: Tensor) -> Tensor:
         """``[B, n]`` bool, the visual tokens that the layers behind see in this forward.
 
-        Parameters
-        ----------
         figures : what :meth:`observe` made of the attention, by place, ``[B, n]`` float32 each.
         among : ``[B, n]`` bool, the visual tokens that the layer before has seen.
         count : ``[B]`` long, how many of them are to be seen: as many as stayed of all pictures of the row.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -34,8 +33,8 @@ class ReuseMethod(Method):
 
     site = "encoder"
     excludes = {"encoder": "a recipe has at most one method at site 'encoder'"}
-    budget: ClassVar[Literal["exact", "at_most", "adaptive", "none"]] = "none"
-    default_retain: ClassVar[float | None] = None
+    budget = "none"
+    default_retain = None
 
     def suits(self, family: ModelFacts) -> None:
         """Raise :class:`UnsupportedError` when :meth:`check` does, or the tower is not shown clips as such."""

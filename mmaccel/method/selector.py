@@ -49,10 +49,8 @@ class Shape:
     width : its own, a multiple of ``heads``. blocks : how many. heads : of attention.
     question : whether it reads the question. residual : whether it says what is added to tokens that stay.
 
-    Raises
-    ------
-    MmaccelError
-        If a number is no integer from 1 to the most that is allowed, or there are too many parameters.
+    Raises :class:`MmaccelError` if a number is no integer from 1 to the most that is allowed, or there are too many
+    parameters.
     """
 
     features: int
@@ -152,8 +150,6 @@ class Selector(nn.Module):
     def save(self, folder: str | Path, fingerprint: ModelFingerprint, record: Mapping[str, Any]) -> None:
         """Write weights (float32) and configuration into ``folder``, which is made where it is missing.
 
-        Parameters
-        ----------
         fingerprint : the model that it was trained for.
         record : how it was made and what was measured, for readers.
         """
@@ -170,10 +166,8 @@ class Selector(nn.Module):
     def load(folder: str | Path, device: torch.device | str = "cpu") -> Selector:
         """The selector of a folder, cached by device and version of its files; do not change it.
 
-        Raises
-        ------
-        MmaccelError
-            If there is none, or a file of it cannot be used: both are checked before anything is built.
+        Raises :class:`MmaccelError` if there is none, or a file of it cannot be used: both are checked before anything is
+        built.
         """
         path = Path(folder) / WEIGHTS
         shape, _ = described(folder)
@@ -193,10 +187,7 @@ def _loaded(path: Path, changed: Stamp, shape: Shape, device: torch.device) -> S
 def described(folder: str | Path) -> tuple[Shape, ModelFingerprint]:
     """The shape of a selector's folder, and the fingerprint of its model.
 
-    Raises
-    ------
-    MmaccelError
-        If there is no selector, or its ``selector.json`` does not say both.
+    Raises :class:`MmaccelError` if there is no selector, or its ``selector.json`` does not say both.
     """
     path = Path(folder) / CONFIG
     return _described(path, stamp(path))

@@ -33,10 +33,7 @@ def refusal(path: Path, why: str) -> MmaccelError:
 def stamp(path: Path) -> Stamp:
     """Time, size and inode of a file, which change when it is written.
 
-    Raises
-    ------
-    MmaccelError
-        If it is not a regular file (links to one are).
+    Raises :class:`MmaccelError` if it is not a regular file (links to one are).
     """
     try:
         about = path.stat()
@@ -53,10 +50,7 @@ def read_config(path: Path, shape: Collection[str], values: int) -> tuple[dict[s
     """Read ``selector.json``: the fields ``shape`` by name, unchecked, and of its model ``family`` (a name), ``width``
     (a positive integer) and ``weights`` (``values`` numbers of each named tensor).
 
-    Raises
-    ------
-    MmaccelError
-        If the file is too large or no JSON, or a field is missing, unknown or of the wrong type.
+    Raises :class:`MmaccelError` if the file is too large or no JSON, or a field is missing, unknown or of the wrong type.
     """
     if stamp(path)[1] > _CONFIG:
         raise refusal(path, f"it is larger than {_CONFIG >> 20} MiB")
@@ -88,11 +82,8 @@ def read_config(path: Path, shape: Collection[str], values: int) -> tuple[dict[s
 def read_weights(path: Path, expected: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Read the float32 tensors of ``selector.safetensors`` onto the CPU; ``expected`` has the shape of each.
 
-    Raises
-    ------
-    MmaccelError
-        If the file is longer than these need, is no safetensors file, lacks one of them or holds another, or a tensor has
-        another dtype or shape, or a value that is not finite or above 10,000.
+    Raises :class:`MmaccelError` if the file is longer than these need, is no safetensors file, lacks one of them or holds
+    another, or a tensor has another dtype or shape, or a value that is not finite or above 10,000.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load

@@ -170,3 +170,18 @@ class ProjectorMethod(TokenMethod):
     """A method between the vision tower's projector and the language model."""
 
     site = "projector"
+
+
+class Ranking(TokenMethod):
+    """A method that keeps the tokens with the highest values of one signal; tokens without a value are dropped first.
+
+    The signal is ``[N, n]``, or a tap ``[N, layers, n]``, which is summed over layers.
+    """
+
+    #: name of the signal
+    ranks_by: ClassVar[str]
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """The ``count [N]`` highest; equal values favour the lower slot."""
+        score = tokens.signals[self.ranks_by].float()
+        return Reduction.top(score.sum(1) if score.dim() == 3 else score, tokens.valid, count)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from ..core.reduction import Reduction
-from ..method import ProjectorMethod, Tap, TokenBatch, register
+from ..method import ProjectorMethod, Ranking, Tap, register
 
 
 @register
-class AttentionReceived(ProjectorMethod):
+class AttentionReceived(Ranking, ProjectorMethod):
     """Rank tokens by the attention they receive from all tokens of the vision tower.
 
     ``s_j = sum_l mean_h mean_i A_l[h, i, j]``; the ``count`` highest stay, in raster order. VisionZip (CVPR 2025,
@@ -28,6 +25,7 @@ class AttentionReceived(ProjectorMethod):
     name = "attention-received"
     summary = "tokens that receive most attention in the vision tower"
     paper = "arXiv 2412.04467"
+    ranks_by = "received_attention"
     limits = {"layers": "not empty"}
 
     layers: tuple[int | None, ...] = (None,)
@@ -35,7 +33,3 @@ class AttentionReceived(ProjectorMethod):
     def taps(self) -> tuple[Tap, ...]:
         """Received attention of ``layers``."""
         return (Tap("received_attention", tuple(self.layers)),)
-
-    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """``received_attention [N, layers, n]``, ``count [N]`` -> the highest; tokens without a source are dropped first."""
-        return Reduction.top(tokens.signals["received_attention"].float().sum(1), tokens.valid, count)

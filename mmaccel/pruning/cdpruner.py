@@ -111,8 +111,6 @@ def rescaled(relevance: Tensor, valid: Tensor) -> Tensor:
 def conditional_diverse(features: Tensor, relevance: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     """``[N, n]`` bool: ``count [N]`` slots picked greedily (see :class:`CDPruner`).
 
-    Parameters
-    ----------
     features : ``[N, n, D]``, compared by cosine.
     relevance : ``[N, n]``, not negative.
     valid : ``[N, n]`` bool; nothing else is picked.

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction
-from ..method import Grid, ProjectorMethod, TokenBatch, register
+from ..method import ProjectorMethod, TokenBatch, register
 
 #: cosine distances below this are rounding, and count as zero: exact copies then tie on every machine
 _NOISE = 1e-6
@@ -38,12 +38,9 @@ class DivPrune(ProjectorMethod):
     name = "divprune"
     summary = "tokens that are far from each other (max-min cosine distance)"
     paper = "arXiv 2503.02175"
+    official_rounding = "half even"
     unit = "picture"
     default_retain = 0.098
-
-    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
-        """The program rounds half to even."""
-        return round(retain * size)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``count [N]`` -> the picked slots."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..core.reduction import Reduction
-from ..method import Grid, LayerAttention, PreviewMethod, TokenBatch, register
+from ..method import LayerAttention, PreviewMethod, Ranking, register
 from ..method.blocks import question_peak
 
 
 @register
-class FlexSelect(PreviewMethod):
+class FlexSelect(Ranking, PreviewMethod):
     """The training-free ranking of FlexSelect: text-to-video attention in one reference layer, before anything is answered.
 
     *FlexSelect: Flexible Token Selection for Efficient Long Video Understanding*, arXiv 2506.00993.
@@ -37,17 +36,11 @@ class FlexSelect(PreviewMethod):
     name = "flexselect"
     summary = "tokens that the question attends to in a reference layer, in a first pass through the layers below"
     paper = "arXiv 2506.00993"
+    ranks_by = "text_peak"
+    official_rounding = "down"
 
     layer: float = 19 / 28
-
-    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
-        """The program rounds down."""
-        return int(retain * size)
 
     def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``text_peak [B, K]``: the largest attention paid by text behind the pictures, over heads too."""
         return {"text_peak": question_peak(attention)}
-
-    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """``text_peak [N, n]``, ``count [N]`` -> the highest."""
-        return Reduction.top(tokens.signals["text_peak"], tokens.valid, count)

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from ..core.reduction import Reduction
-from ..method import LayerAttention, PreviewMethod, TokenBatch, register
+from ..method import LayerAttention, PreviewMethod, Ranking, register
 
 
 @register
-class GemFilter(PreviewMethod):
+class GemFilter(Ranking, PreviewMethod):
     """Two passes: the last token's query in an early layer says what of the prompt is worth a second one.
 
     *Discovering the Gems in Early Layers: Accelerating Long-Context LLMs with 1000x Input Token Reduction*,
@@ -38,6 +37,7 @@ class GemFilter(PreviewMethod):
     name = "gemfilter"
     summary = "tokens that the last token's query matches in an early layer, in a first pass through the layers below"
     paper = "arXiv 2409.17422"
+    ranks_by = "prompt_match"
     limits = {"kernel": "odd"}
 
     layer: float = 13 / 32
@@ -50,7 +50,3 @@ class GemFilter(PreviewMethod):
         hidden = match.isneginf()
         smooth = avg_pool1d(match.masked_fill(hidden, 0.0)[:, None], self.kernel, stride=1, padding=self.kernel // 2)
         return {"prompt_match": smooth[:, 0].masked_fill(hidden, -torch.inf)}
-
-    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """``prompt_match [N, n]``, ``count [N]`` -> the highest."""
-        return Reduction.top(tokens.signals["prompt_match"], tokens.valid, count)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..core.masks import true_first
 from ..core.reduction import Reduction, top_mask
-from ..method import Grid, ProjectorMethod, Tap, TokenBatch, register
+from ..method import ProjectorMethod, Tap, TokenBatch, register
 from ._shared import beside, filled
 
 
@@ -42,6 +42,7 @@ class HiPrune(ProjectorMethod):
         "tokens a middle layer of the tower attends to with their neighbours, then those of the layer that is read"
     )
     paper = "arXiv 2508.00553"
+    official_rounding = "down"
     unit = "tile"
     limits = {"alpha": "[0, 1]"}
 
@@ -52,10 +53,6 @@ class HiPrune(ProjectorMethod):
     def taps(self) -> tuple[Tap, ...]:
         """Received attention of the two layers."""
         return (Tap("received_attention", (self.middle, self.deep)),)
-
-    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
-        """The program rounds down."""
-        return int(retain * size)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``received_attention [N, 2, n]``, ``cells [N, n, 3]``, ``count [N]`` -> anchors, buffers and registers."""

@@ -8,8 +8,7 @@ from torch import Tensor
 from ..core.budget import apportion
 from ..core.masks import group_sizes, top_in_groups
 from ..core.reduction import Reduction, top_mask
-from ..errors import UnsupportedError
-from ..method import Grid, ModelFacts, ProjectorMethod, Tap, TokenBatch, register
+from ..method import ModelFacts, ProjectorMethod, Tap, TokenBatch, register
 from ..method.tokens import Foreseen
 from ._shared import on_grid
 
@@ -43,6 +42,7 @@ class HiRED(ProjectorMethod):
     name = "hired"
     summary = "tiles by early CLS attention, tokens by late CLS attention"
     paper = "arXiv 2408.10945"
+    official_rounding = "down"
     unit = "picture"
     budget = "at_most"
     default_retain = 0.2
@@ -58,20 +58,12 @@ class HiRED(ProjectorMethod):
 
     def check(self, family: ModelFacts) -> None:
         """Refuse towers without a CLS token."""
-        if not family.has_cls:
-            raise UnsupportedError(
-                f"hired needs a CLS token, which the vision tower of {family.name} lacks; "
-                "use 'fopru', 'attention-received' or 'divprune'."
-            )
+        self.require_cls(family, "use 'fopru', 'attention-received' or 'divprune'")
 
     @property
     def foreseen(self) -> Foreseen:
         """Only the program's shares leave some of the budget."""
         return "limit" if self.official else "budget"
-
-    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
-        """The program rounds down."""
-        return int(retain * size)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``cls_attention [N, 2, n]``, ``segment``, ``cells``, ``count [N]`` -> the best of every tile."""

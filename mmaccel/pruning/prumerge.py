@@ -151,8 +151,6 @@ def outliers(score: Tensor) -> Tensor:
 def prune_merge(score: Tensor, keys: Tensor, chosen: Tensor, seen: Tensor, neighbours: int) -> Reduction:
     """The merge of :class:`PruMerge`.
 
-    Parameters
-    ----------
     score : ``[N, n]``, the weight of a token in those it flows into.
     keys : ``[N, n, d]``, the vectors whose cosines are compared.
     chosen, seen : ``[N, n]`` bool, the tokens that stay, and all tokens that take part.

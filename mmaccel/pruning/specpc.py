@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class SpecPC(DraftMethod):
     join: Literal["max", "sum"] = "max"
     neighbours: int = -1
     weighted: bool = True
-    default_retain: ClassVar[float | None] = 0.25
+    default_retain = 0.25
 
     @property
     def joined(self) -> Literal["max", "sum"]:  # type: ignore[override]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from mmaccel_kernels.copies import first_copies, of_first
 from mmaccel_kernels.matching import best_match
@@ -60,8 +58,8 @@ class VisionTrim(AttentionGuided):
     name = "visiontrim"
     summary = "dominant tokens by global and local score, the rest merged where the question says"
     paper = "arXiv 2601.22674"
-    needs_question: ClassVar[bool] = True
-    by_word: ClassVar[bool] = True
+    needs_question = True
+    by_word = True
     limits = {"complement": "[0, inf) or [0.0, 1.0]"}
 
     clip: str | None = None
@@ -125,8 +123,6 @@ def adaptive(one: Tensor, other: Tensor, seen: Tensor) -> Tensor:
 def complements(space: Tensor, tokens: TokenBatch, rest: Tensor, count: Tensor) -> tuple[Tensor, Links | None]:
     """The ``count [N]`` targets among ``rest``, ``[N, n]`` bool, and what flows into them; see :class:`VisionTrim`.
 
-    Parameters
-    ----------
     space : ``[N, n, d]``, patches where they are compared with words.
     rest : ``[N, n]`` bool, the tokens that are left.
     """

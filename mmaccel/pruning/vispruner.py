@@ -67,8 +67,6 @@ class VisPruner(AttentionGuided):
 def drop_similar(features: Tensor, score: Tensor, among: Tensor, count: Tensor, step: Tensor) -> Tensor:
     """``[N, n]`` bool: the ``count [N]`` slots of ``among [N, n]`` that the rounds of :class:`VisPruner` leave.
 
-    Parameters
-    ----------
     features : ``[N, n, d]``, compared by cosine.
     score : ``[N, n]``, orders the first list, highest first.
     step : ``[N]`` long, how many are dropped in one round.

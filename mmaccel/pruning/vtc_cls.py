@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from ..core.reduction import Reduction
-from ..errors import UnsupportedError
-from ..method import ModelFacts, ProjectorMethod, Tap, TokenBatch, register
+from ..method import ModelFacts, ProjectorMethod, Ranking, Tap, register
 
 
 @register
-class VtcCls(ProjectorMethod):
+class VtcCls(Ranking, ProjectorMethod):
     """Rank tokens by CLS attention, summed over layers of the vision tower.
 
     *[CLS] Token Tells Everything Needed for Training-free Efficient MLLMs*, arXiv 2412.05819.
@@ -32,6 +28,7 @@ class VtcCls(ProjectorMethod):
     name = "vtc-cls"
     summary = "tokens the vision tower's CLS token attends to"
     paper = "arXiv 2412.05819"
+    ranks_by = "cls_attention"
     limits = {"layers": "not empty"}
 
     layers: tuple[int | None, ...] = (None,)
@@ -42,12 +39,4 @@ class VtcCls(ProjectorMethod):
 
     def check(self, family: ModelFacts) -> None:
         """Refuse towers without a CLS token."""
-        if not family.has_cls:
-            raise UnsupportedError(
-                f"vtc-cls needs a CLS token, which the vision tower of {family.name} lacks; "
-                "use 'attention-received' or 'divprune'."
-            )
-
-    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """``cls_attention [N, layers, n]``, ``count [N]`` -> the highest sums; tokens without a source are dropped first."""
-        return Reduction.top(tokens.signals["cls_attention"].float().sum(1), tokens.valid, count)
+        self.require_cls(family, "use 'attention-received' or 'divprune'")

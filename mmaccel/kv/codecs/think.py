@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from mmaccel_kernels.pages import Pages, Plane
@@ -39,7 +39,7 @@ class ThinK(KIVI):
     name = "think"
     summary = "keys without 40 % of their channels, in 4 bits as by kivi"
     paper = "arXiv 2407.21018"
-    window: ClassVar[int] = 32
+    window = 32
     limits = {"prune": "[0, 1)", "align": "[1, inf)"}
 
     residual: int = 32

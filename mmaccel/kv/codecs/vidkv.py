@@ -113,13 +113,9 @@ class VidKV(Codec):
     def hard_channels(self, keys: Tensor, lengths: Tensor) -> Tensor:
         """The channels of keys with the widest range over all heads and tokens of each row.
 
-        Parameters
-        ----------
         keys : ``[total, D]``, flat. lengths : ``[B, Hkv]``.
 
-        Returns
-        -------
-        ``[B, k]`` long, ascending; ``k = int(D (key_bits - 1))``, as in the program, and at least 1.
+        Returns ``[B, k]`` long, ascending; ``k = int(D (key_bits - 1))``, as in the program, and at least 1.
         """
         row = torch.repeat_interleave(lengths.sum(1), output_size=len(keys))[:, None].expand(-1, keys.shape[1])
         low, high = (

@@ -145,8 +145,6 @@ def temporal_redundancy(keys: Tensor, frame: Tensor, patch: Tensor, newest: int)
     """``[H, n]``: the mean cosine of each key with those of the same patch in the frames from ``newest`` on; -1 where none of
     these has that patch.
 
-    Parameters
-    ----------
     keys : ``[H, n, D]``; frame : ``[n]`` long; patch : ``[n, 2]`` long.
     """
     return Frames.of(frame, patch, newest).redundancy(keys)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -38,7 +36,7 @@ class VLCache(Policy):
     summary = "keys the text behind the pictures attends to, layers by sparsity"
     paper = "arXiv 2410.23317"
     default_retain = 0.1
-    newest: ClassVar[float] = 0.1
+    newest = 0.1
 
     layer_budget: str = "sparsity"
     per_head: bool = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class WindowKV(Policy):
     paper = "arXiv 2503.17922"
     default_retain = 0.25
     shared = True
-    steps_to_last: ClassVar[bool] = True
+    steps_to_last = True
     limits = {"window": "[1, inf)", "width": "[1, inf)"}
 
     window: int = 32

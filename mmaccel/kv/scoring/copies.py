@@ -9,8 +9,6 @@ from torch import Tensor
 def of_first_keys(figures: Tensor, keys: Tensor, among: Tensor) -> Tensor:
     """``figures [B, H, K]``, where every copy of a key has the figure of the first equal key of the same key head.
 
-    Parameters
-    ----------
     keys : ``[B, Hkv, K, D]``; ``H`` is a multiple of ``Hkv``.
     among : ``[B, K]`` bool, the keys whose figures depend only on their content; the others keep theirs.
     """

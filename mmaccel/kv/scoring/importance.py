@@ -19,8 +19,6 @@ Join = Literal["mean", "max", "sum"]
 def column_sums(attention: LayerAttention, weight: Tensor | None = None) -> Tensor:
     """``[B, Hq, K]`` float32: the attention received by every key, summed over the queries.
 
-    Parameters
-    ----------
     weight : ``[B, q]`` float, the weight of each query (default 1). Leading queries of weight zero are not computed; the host
         waits to count them, once if the same tensor is given for all layers.
 
@@ -54,8 +52,6 @@ def share_seen(attention: LayerAttention, rows: Tensor, threshold: float) -> Ten
     """``[B]`` float32: the share of attention weights that are at least ``threshold`` times the largest of their query, of all
     that the chosen queries may have, over all heads.
 
-    Parameters
-    ----------
     rows : ``[B, q]`` bool, the chosen queries.
     """
     batch = len(rows)
@@ -99,8 +95,6 @@ def by_group(figures: Tensor, heads: int, join: Join = "mean") -> Tensor:
 def expected_queries(queries: Tensor, there: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
     """Mean ``[B, Hq, D]`` and covariance ``[B, Hq, D, D]``, float32, of queries at future positions.
 
-    Parameters
-    ----------
     queries : ``[B, S, Hq, D]``, before RoPE. there : ``[B, S]`` bool, the queries that count.
     rotation : see :func:`mean_rotation`.
     """
