@@ -253,12 +253,6 @@ class Reduction:
         links = _product(self.full_links(), second.full_links(), self.kept.shape[1])
         return Reduction(second.kept, self.valid, links)
 
-    def compose(self, second: Reduction) -> Reduction:
-        """This reduction followed by ``second``, whose slots are those of the output of :meth:`apply`."""
-        slots = torch.arange(self.kept.shape[1], device=self.kept.device).expand_as(self.kept)
-        rows = torch.arange(len(self.kept), device=self.kept.device)
-        return self.then(second.relabel(_left_aligned(slots, self.kept), rows, self.kept.shape))
-
     def relabel(self, places: Tensor, rows: Tensor, shape: torch.Size | tuple[int, int]) -> Reduction:
         """The same map with slot ``s`` of unit ``u`` written as slot ``places[u, s]`` of row ``rows[u]``.
 

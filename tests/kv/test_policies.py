@@ -23,7 +23,7 @@ from mmaccel.kv.policies.dycoke_cache import DyCokeCache
 from mmaccel.kv.policies.elastic_cache import ElasticCache
 from mmaccel.kv.policies.expected_attention import ExpectedAttention
 from mmaccel.kv.policies.h2o import H2O
-from mmaccel.kv.policies.infinipot_v import InfiniPotV, temporal_redundancy
+from mmaccel.kv.policies.infinipot_v import Frames, InfiniPotV
 from mmaccel.kv.policies.keydiff import KeyDiff
 from mmaccel.kv.policies.knorm import KNorm
 from mmaccel.kv.policies.lagkv import LagKV
@@ -133,12 +133,12 @@ def test_infinipot_looks_for_patches_that_changed() -> None:
     still = torch.randn(2, 1, 4, 8, generator=random).expand(2, 5, 4, 8).clone()
     still[:, 1, 2] = -still[:, 1, 2]
     frame, patch = torch.arange(20) // 4, torch.stack([torch.arange(20) % 4 // 2, torch.arange(20) % 2], dim=1)
-    same = temporal_redundancy(still.flatten(1, 2), frame, patch, 4)
+    same = Frames.of(frame, patch, 4).redundancy(still.flatten(1, 2))
     expected = torch.ones(2, 5, 4)
     expected[:, 1, 2] = -1
     torch.testing.assert_close(same.view(2, 5, 4), expected)
     # a patch that the newest frame lacks is not redundant
-    lacking = temporal_redundancy(still.flatten(1, 2)[:, :-1], frame[:-1], patch[:-1], 4).view(2, 19)
+    lacking = Frames.of(frame[:-1], patch[:-1], 4).redundancy(still.flatten(1, 2)[:, :-1]).view(2, 19)
     assert (lacking[:, 3::4] == -1).all()
 
 

@@ -132,22 +132,14 @@ class Frames:
         return score.scatter(1, best, torch.inf)
 
     def redundancy(self, keys: Tensor) -> Tensor:
-        """:func:`temporal_redundancy` of ``keys [H, n, D]``."""
+        """``[H, n]``: the mean cosine of each of ``keys [H, n, D]`` with those of the same patch in the newest frames; -1 where
+        none of these has that patch."""
         unit = normalize(keys, dim=-1)
         grid = unit.new_zeros(len(unit), *self.there.shape, unit.shape[-1])
         grid[:, self.frame[self.late] - self.newest, self.place[self.late]] = unit[:, self.late]
         mean = grid.sum(1) / self.there.sum(0).clamp(min=1)[:, None]
         cosine = (unit * mean[:, self.place]).sum(-1)
         return torch.where(self.there.any(0)[self.place], cosine, -1.0)
-
-
-def temporal_redundancy(keys: Tensor, frame: Tensor, patch: Tensor, newest: int) -> Tensor:
-    """``[H, n]``: the mean cosine of each key with those of the same patch in the frames from ``newest`` on; -1 where none of
-    these has that patch.
-
-    keys : ``[H, n, D]``; frame : ``[n]`` long; patch : ``[n, 2]`` long.
-    """
-    return Frames.of(frame, patch, newest).redundancy(keys)
 
 
 def _pooled(norms: Tensor, cells: Tensor, size: tuple[int, ...], quarter: int) -> Tensor:
