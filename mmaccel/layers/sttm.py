@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import LayerAttention, LayerMethod, TokenBatch, register
-from ..method.blocks import frame_numbers
+from ..method.blocks import cosine_of, frame_numbers
 
 
 @register
@@ -165,8 +165,7 @@ class Sttm(LayerMethod):
     def _cosine(self, one: Tensor, other: Tensor) -> Tensor:
         """``[...]``: the cosine of ``[..., D]``, the mean over :attr:`heads` slices."""
         one, other = one.unflatten(-1, (self.heads, -1)), other.unflatten(-1, (self.heads, -1))
-        square = ((one * one).sum(-1) * (other * other).sum(-1)).clamp(min=torch.finfo(torch.float32).tiny)
-        return ((one * other).sum(-1) / square.sqrt()).clamp(max=1.0).mean(-1)
+        return cosine_of(one, other).clamp(max=1.0).mean(-1)
 
 
 class Level(NamedTuple):

@@ -7,19 +7,19 @@ from math import sqrt
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from ..core.budget import apportion
 from ..core.reduction import Links, Reduction, segment_sum
-from ..method import ProjectorMethod, Tap, TokenBatch, register
+from ..method import QuestionGuided, TokenBatch, register
 from ..method.blocks import frame_numbers
+from ..method.question import question_direction
 from .film import Flat
 from .pool import window_grid
 from .segments import changing_segments
 
 
 @register
-class FreeVideoLlm(ProjectorMethod):
+class FreeVideoLlm(QuestionGuided):
     """A slow, a middle and a fast path through a clip, guided by the question.
 
     *Free Video-LLM: Prompt-guided Visual Perception for Efficient Training-free Video LLMs*, arXiv 2410.10441.
@@ -61,7 +61,6 @@ class FreeVideoLlm(ProjectorMethod):
     paper = "arXiv 2410.10441"
     unit = "picture"
     budget = "at_most"
-    needs_question = True
     default_retain = 0.1
     limits = {"slow": "[0, inf)", "middle": "[0, inf)", "roi": "(0, 1]", "fast": "[0, 1]"}
 
@@ -71,15 +70,6 @@ class FreeVideoLlm(ProjectorMethod):
     fast: float = 0.3
     change: bool = False
     clip: str | None = None
-
-    @property
-    def text_tower(self) -> str | None:
-        """``clip``."""
-        return self.clip
-
-    def taps(self) -> tuple[Tap, ...]:
-        """With CLIP, the hidden states of the layer that the language model reads."""
-        return (Tap("features"),) if self.clip else ()
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``question [N, q, D]``, ``count [N]`` -> pairs of the regions, and windows, averaged."""
@@ -180,11 +170,8 @@ class Film:
         sides = blank.scatter_reduce(0, by, cells, "amax", include_self=False) - corner + 1
         features = tokens.features[row, slots].float()
         space = tokens.signals["patches"][row, slots].float().nan_to_num(0.0) if clip else features
-        said = None
-        if tokens.question is not None and tokens.question_valid is not None and bool(tokens.question_valid[row].any()):
-            said = normalize(tokens.question[row, tokens.question_valid[row]].float(), dim=-1).mean(0)
         means = segment_sum(features, sizes) / sizes[:, None]
-        return Film(frame, cells - corner[frame], space, said, sizes, sides, means)
+        return Film(frame, cells - corner[frame], space, question_direction(tokens, row), sizes, sides, means)
 
     def likeness(self, said: Tensor) -> Tensor:
         """``[T]``: of every frame, the mean cosine of its tokens and what was ``said [d]``."""

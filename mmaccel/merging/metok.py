@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from ..core.budget import apportion
 from ..core.masks import group_sizes
 from ..core.reduction import Reduction, segment_sum
-from ..method import ProjectorMethod, Tap, TokenBatch, register
+from ..method import QuestionGuided, TokenBatch, register
 from ..method.blocks import frame_numbers
+from ..method.question import question_direction
 from .pool import pool_by
 from .segments import changing_segments
 
@@ -19,7 +19,7 @@ FINER = 4
 
 
 @register
-class METokMerge(ProjectorMethod):
+class METokMerge(QuestionGuided):
     """Events by where frames change, and pooling by what the question asks for.
 
     *METok: Multi-Stage Event-based Token Compression for Efficient Long Video Understanding*, EMNLP 2025,
@@ -50,7 +50,6 @@ class METokMerge(ProjectorMethod):
     paper = "arXiv 2506.02850"
     unit = "picture"
     budget = "at_most"
-    needs_question = True
     default_retain = 0.42
     limits = {"events": "[1, inf)", "key": "[1, inf)", "fine": "[1, inf)"}
 
@@ -59,21 +58,12 @@ class METokMerge(ProjectorMethod):
     fine: int = 6
     clip: str | None = None
 
-    @property
-    def text_tower(self) -> str | None:
-        """``clip``."""
-        return self.clip
-
-    def taps(self) -> tuple[Tap, ...]:
-        """With CLIP, the hidden states of the layer that the language model reads."""
-        return (Tap("features"),) if self.clip else ()
-
     def marks(self, tokens: TokenBatch) -> dict[str, Tensor]:
         """``event``, ``key_event`` and ``fine_frame [N, n]`` float32: the number of the event of each token, and 1 or 0; NaN
         without a cell."""
         frame = frame_numbers(tokens)
         marks = torch.full((3, *frame.shape), torch.nan, device=frame.device)
-        space = tokens.signals["patches"].nan_to_num(0.0) if self.clip else tokens.features
+        space = self.space(tokens)
         for row in range(len(frame)):
             slots = (frame[row] >= 0).nonzero()[:, 0]
             if not len(slots):
@@ -89,9 +79,9 @@ class METokMerge(ProjectorMethod):
 
     def relevance(self, seen: Tensor, tokens: TokenBatch, row: int) -> Tensor:
         """``[T]``: the cosine of every frame ``seen [T, d]`` of a unit with its question."""
-        if tokens.question is None or tokens.question_valid is None or not bool(tokens.question_valid[row].any()):
+        said = question_direction(tokens, row)
+        if said is None:
             return torch.zeros(len(seen), device=seen.device)
-        said = normalize(tokens.question[row, tokens.question_valid[row]].float(), dim=-1).mean(0)
         return torch.cosine_similarity(seen, said[None], dim=-1)
 
     def frames(self, means: Tensor, relevance: Tensor) -> Tensor:

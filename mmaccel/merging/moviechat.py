@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.reduction import Reduction
 from ..method import ProjectorMethod, TokenBatch, register
-from ..method.blocks import frame_numbers
+from ..method.blocks import cosine_of, frame_numbers
 from .film import Film
 from .pool import pool_parts
 
@@ -94,9 +94,7 @@ def consolidate(x: Tensor, frames: int, dots: bool = False) -> tuple[Tensor, Ten
 
     def alike(a: Tensor, b: Tensor) -> Tensor:
         if not dots:
-            # sqrt(s s) is s, so copies have exactly one
-            square = ((a * a).sum(-1) * (b * b).sum(-1)).clamp(min=torch.finfo(torch.float32).tiny)
-            return ((a * b).sum(-1) / square.sqrt()).clamp(max=1.0).mean(-1)
+            return cosine_of(a, b).clamp(max=1.0).mean(-1)
         # the mean over all pairs of cells is the product of the means
         return (a.mean(-2) * b.mean(-2)).sum(-1)
 

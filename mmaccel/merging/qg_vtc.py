@@ -10,14 +10,15 @@ from torch.nn.functional import normalize
 
 from ..core.masks import leftmost
 from ..core.reduction import Reduction, top_mask
-from ..method import ProjectorMethod, Tap, TokenBatch, register
+from ..method import QuestionGuided, TokenBatch, register
+from ..method.question import question_words
 
 #: steps in which the number of tokens falls, each by the same factor
 _STEPS = 3
 
 
 @register
-class QGVTC(ProjectorMethod):
+class QGVTC(QuestionGuided):
     """Question-guided compression in its training-free form.
 
     *QG-VTC: Question-Guided Visual Token Compression in MLLMs for Efficient VQA*, arXiv 2504.00654.
@@ -45,32 +46,20 @@ class QGVTC(ProjectorMethod):
     summary = "tokens relevant to the question, the others averaged into them in three steps"
     paper = "arXiv 2504.00654"
     unit = "tile"
-    needs_question = True
     default_retain = 0.125
     limits = {"temperature": "(0, inf)"}
 
     clip: str | None = None
     temperature: float = 0.1
 
-    @property
-    def text_tower(self) -> str | None:
-        """``clip``."""
-        return self.clip
-
-    def taps(self) -> tuple[Tap, ...]:
-        """With CLIP, the hidden states of the layer that the language model reads."""
-        return (Tap("features"),) if self.clip else ()
-
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``question [N, q, D]``, ``count [N]`` -> relevant tokens that took up the others."""
         here = torch.where(tokens.celled.any(1, keepdim=True), tokens.celled, tokens.valid)
         count, size = count.to(here.device), here.sum(1)
         room = torch.minimum(count, size)
-        space = tokens.signals["patches"].nan_to_num(0.0) if self.clip else tokens.features
-        space = space.masked_fill(~here[..., None], 0.0)
-        said = space[:, :0].float()
-        if tokens.question is not None and tokens.question_valid is not None:
-            said = normalize(tokens.question.float(), dim=-1).masked_fill(~tokens.question_valid[..., None], 0.0)
+        space = self.space(tokens).masked_fill(~here[..., None], 0.0)
+        words = question_words(tokens)
+        said = space[:, :0].float() if words is None else words
         said = said.sum(1) / (said.square().sum(-1) > 0).sum(1, keepdim=True).clamp(min=1)
         first = first_copies(space)
         relevance = of_first(torch.bmm(normalize(space.float(), dim=-1), said[..., None])[..., 0], first)

@@ -11,6 +11,7 @@ from .layers import LayerAttention, LayerMethod, Layerwise
 from .model_options import Loaded
 from .patches import PatchMethod
 from .preview import PreviewMethod
+from .question import QuestionGuided
 from .registry import register
 from .returning import ReturningMethod
 from .reuse import ReuseMethod
@@ -45,6 +46,7 @@ __all__ = [
     "Policy",
     "PreviewMethod",
     "ProjectorMethod",
+    "QuestionGuided",
     "Ranking",
     "ReadStep",
     "ReadingPolicy",

@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction
 from ..errors import UnsupportedError
-from ..method import ModelFacts, ProjectorMethod, Tap, TokenBatch, register
+from ..method import ModelFacts, QuestionGuided, TokenBatch, register
 from ._shared import filled, on_grid
 
 #: the share of a token's own variance below which what is left of it is rounding
@@ -20,7 +20,7 @@ _FLOOR = 1e-6
 
 
 @register
-class CDPruner(ProjectorMethod):
+class CDPruner(QuestionGuided):
     """Greedy determinantal point process on similarity, conditioned on the question.
 
     *Beyond Attention or Similarity: Maximizing Conditional Diversity for Token Pruning in MLLMs*, NeurIPS 2025,
@@ -56,15 +56,9 @@ class CDPruner(ProjectorMethod):
     summary = "different tokens (DPP) that are relevant to the question"
     paper = "arXiv 2506.10967"
     unit = "tile"
-    needs_question = True
 
     clip: str | None = None
     negate: bool = True
-
-    @property
-    def text_tower(self) -> str | None:
-        """``clip``."""
-        return self.clip
 
     def check(self, family: ModelFacts) -> None:
         """The authors' variant needs CLIP."""
@@ -72,10 +66,6 @@ class CDPruner(ProjectorMethod):
             raise UnsupportedError(
                 "cdpruner with variant='official' reads the question with CLIP; name it with clip=, or leave out the variant."
             )
-
-    def taps(self) -> tuple[Tap, ...]:
-        """With CLIP, the hidden states of the layer that the language model reads."""
-        return (Tap("features"),) if self.clip else ()
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``question [N, q, D]``, ``count [N]`` -> the picked slots."""

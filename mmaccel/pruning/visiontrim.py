@@ -10,7 +10,8 @@ from torch.nn.functional import normalize
 
 from ..core.masks import leftmost, ranks
 from ..core.reduction import Links, Reduction, top_mask
-from ..method import AttentionGuided, Tap, TokenBatch, register
+from ..method import AttentionGuided, QuestionGuided, Tap, TokenBatch, register
+from ..method.question import question_words
 from ..method.tokens import by_row
 from ._shared import beside, filled
 
@@ -21,7 +22,7 @@ _PLACE = 0.5
 
 
 @register
-class VisionTrim(AttentionGuided):
+class VisionTrim(AttentionGuided, QuestionGuided):
     """Dominant tokens by a global and a local score, and complements that the question merges from the rest.
 
     *VisionTrim: Unified Vision Token Compression for Training-Free MLLM Acceleration*, ICLR 2026, arXiv 2601.22674.
@@ -58,17 +59,11 @@ class VisionTrim(AttentionGuided):
     name = "visiontrim"
     summary = "dominant tokens by global and local score, the rest merged where the question says"
     paper = "arXiv 2601.22674"
-    needs_question = True
     by_word = True
     limits = {"complement": "[0, inf) or [0.0, 1.0]"}
 
     clip: str | None = None
     complement: float = 16 / 64
-
-    @property
-    def text_tower(self) -> str | None:
-        """``clip``."""
-        return self.clip
 
     def taps(self) -> tuple[Tap, ...]:
         """Attention of ``layer``, and what else the score needs."""
@@ -128,9 +123,8 @@ def complements(space: Tensor, tokens: TokenBatch, rest: Tensor, count: Tensor) 
     """
     z = space.float().masked_fill(~rest[..., None], 0.0)
     first = first_copies(z, rest)
-    said = z[:, :1] * 0.0
-    if tokens.question is not None and tokens.question_valid is not None:
-        said = normalize(tokens.question.float(), dim=-1).masked_fill(~tokens.question_valid[..., None], 0.0)
+    words = question_words(tokens)
+    said = z[:, :1] * 0.0 if words is None else words
     # what a token says to the words, and through them to other tokens
     agreement = torch.bmm(normalize(z, dim=-1), said.mT)
     target = top_mask(of_first(agreement.mean(-1), first), rest, count)

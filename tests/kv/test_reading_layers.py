@@ -535,7 +535,7 @@ def test_loki_ranks_in_few_dimensions(dims: float, reduce: str) -> None:
 
 def test_loki_says_what_it_cannot_do() -> None:
     for dims in (0, -1, 1.5):
-        with pytest.raises(MmaccelError, match="`dims` of loki must be an int, at least 1, or a float, greater than 0.0 and at most 1.0"):
+        with pytest.raises(MmaccelError, match="`dims` of loki must be an int, at least 1, or a float"):
             get_method("loki")(dims=dims)
 
 
