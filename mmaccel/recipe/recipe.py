@@ -24,6 +24,8 @@ Positions = Literal["keep", "gap", "paper"]
 Proportional = Literal["none", "pictures", "all"]
 #: sites at which tokens are dropped
 _BEFORE_CACHE = ("patches", "encoder", "projector", "layers")
+#: what a caller may set besides options of methods
+_OVERRIDES = ("retain", "positions", "variant", "text_retain", "proportional")
 _SITES = ("frames", "patches", "encoder", "projector", "layers", "cache", "codec")
 
 
@@ -42,15 +44,13 @@ class Stage:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # JSON knows no tuples
-        given = {key: _tuples(value) for key, value in self.options.items()}
-        options = {key: Loaded.of(value) for key, value in given.items()}
-        object.__setattr__(self, "options", options)
+        # JSON has lists in place of tuples
+        object.__setattr__(self, "options", {key: Loaded.of(_tuples(value)) for key, value in self.options.items()})
 
     def __repr__(self) -> str:
-        told = [repr(self.method)]
-        told += [repr(self.retain)] if self.retain is not None or self.options else []
-        return f"Stage({', '.join([*told, *([repr(dict(self.options))] if self.options else [])])})"
+        parts: list[Any] = [self.method]
+        parts += [self.retain] if self.retain is not None or self.options else []
+        return f"Stage({', '.join(map(repr, [*parts, dict(self.options)] if self.options else parts))})"
 
     def __str__(self) -> str:
         """Readable form: ``fastv 50 %, layer=3``."""
@@ -81,10 +81,10 @@ class Stage:
                 raise MmaccelError(f"Method {self.method!r}: {option}={value!r} is of the wrong type; give {wanted}.")
         try:
             return cls(**self.options)
+        except MmaccelError:
+            raise
         except (TypeError, ValueError) as error:
-            raise (
-                error if isinstance(error, MmaccelError) else MmaccelError(f"Method {self.method!r}: {error}")
-            ) from error
+            raise MmaccelError(f"Method {self.method!r}: {error}") from error
 
 
 @dataclass(frozen=True, repr=False)
@@ -190,15 +190,11 @@ class Recipe:
         """The stage that ``retain`` sets: the anchor, or the last before or inside the language model, else the cache stage."""
         if self.anchor is not None:
             return self.anchor
-        sites = [get_method(stage.method).site for stage in self.stages]
+        kinds = [get_method(stage.method) for stage in self.stages]
         for wanted in (("encoder", "projector", "layers"), ("cache",), ("frames",)):
-            found = [
-                i
-                for i, site in enumerate(sites)
-                if site in wanted and get_method(self.stages[i].method).budget != "none"
-            ]
-            if found:
-                return found[-1]
+            for i in reversed(range(len(kinds))):
+                if kinds[i].site in wanted and kinds[i].budget != "none":
+                    return i
         return None
 
     @property
@@ -218,7 +214,7 @@ class Recipe:
         for key, value in changes.items():
             if key == "retain":
                 recipe = recipe._with_retain(check_retain(value))
-            elif key in ("positions", "variant", "text_retain", "proportional"):
+            elif key in _OVERRIDES:
                 recipe = dataclasses.replace(recipe, **{key: value})
             else:
                 recipe = recipe._with_option(key, value)
@@ -246,15 +242,14 @@ class Recipe:
         return dataclasses.replace(self, stages=tuple(stages))
 
     def _with_option(self, key: str, value: Any) -> Recipe:
-        having = [i for i, s in enumerate(self.stages) if key in _options(get_method(s.method))]
+        options = [_options(get_method(stage.method)) for stage in self.stages]
+        having = [stage for stage, names in zip(self.stages, options, strict=True) if key in names]
         if len(having) != 1:
-            options = sorted({name for s in self.stages for name in _options(get_method(s.method))})
             what = "is ambiguous" if having else "is not an option"
-            known = ", ".join(["retain", "positions", "variant", "text_retain", "proportional", *options])
+            known = ", ".join([*_OVERRIDES, *sorted(set().union(*options))])
             raise MmaccelError(f"{key!r} {what} of recipe {self.name!r}; it takes {known}.")
-        stages = list(self.stages)
-        stages[having[0]] = dataclasses.replace(stages[having[0]], options={**stages[having[0]].options, key: value})
-        return dataclasses.replace(self, stages=tuple(stages))
+        new = dataclasses.replace(having[0], options={**having[0].options, key: value})
+        return dataclasses.replace(self, stages=tuple(new if one is having[0] else one for one in self.stages))
 
     def build(self) -> list[tuple[Stage, Method]]:
         """Every stage with its method, validated together.
@@ -314,7 +309,23 @@ class Recipe:
             If it is no JSON object, a field is unknown or of the wrong type, a method does not exist, or no stage is given and
             it is not ``none``.
         """
-        return _from_json(text)
+        try:
+            data = json.loads(text, parse_int=short_int)
+        except TypeError as error:
+            raise MmaccelError(f"The recipe must be JSON text, not {type(text).__name__}; give a string.") from error
+        except (ValueError, RecursionError) as error:
+            raise MmaccelError(f"The recipe is not valid JSON: {no_json(error)}.") from error
+        kind = TunedRecipe if isinstance(data, dict) and "tuned" in data else Recipe
+        data = _fields(data, kind, "recipe")
+        stages = [Stage(**_fields(item, Stage, "stage")) for item in data.get("stages", [])]
+        recipe = kind(**{**data, "stages": tuple(stages)})
+        if not stages and recipe.name != "none":
+            raise MmaccelError(
+                f"Recipe {recipe.name!r:.40} has no stages and would change nothing; give at least one stage, or use the "
+                "recipe 'none' for the bare model."
+            )
+        recipe.build()
+        return recipe
 
     def describe(self) -> str:
         """The recipe in words, a line per stage."""
@@ -323,15 +334,8 @@ class Recipe:
             lines.append(f"  paper: {self.paper}")
         for stage in self.stages:
             m = get_method(stage.method)
-            budget = (
-                ""
-                if stage.retain is None
-                else (
-                    f", keeps {stage.retain:.0%}"
-                    if isinstance(stage.retain, float)
-                    else f", keeps {stage.retain} a picture"
-                )
-            )
+            kept = f"{stage.retain:.0%}" if isinstance(stage.retain, float) else f"{stage.retain} a picture"
+            budget = "" if stage.retain is None else f", keeps {kept}"
             options = "".join(f", {k}={v}" for k, v in stage.options.items())
             lines.append(f"  {m.site}: {m.name}{budget}{options} - {m.summary}")
         weights = "" if self.proportional == "none" else f"; proportional: {self.proportional}"
@@ -394,26 +398,6 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is float or hint is int:
         return isinstance(value, (int, hint)) and not isinstance(value, bool)
     return not isinstance(hint, type) or isinstance(value, hint)
-
-
-def _from_json(text: Any) -> Recipe:
-    try:
-        data = json.loads(text, parse_int=short_int)
-    except TypeError as error:
-        raise MmaccelError(f"The recipe must be JSON text, not {type(text).__name__}; give a string.") from error
-    except (ValueError, RecursionError) as error:
-        raise MmaccelError(f"The recipe is not valid JSON: {no_json(error)}.") from error
-    kind = TunedRecipe if isinstance(data, dict) and "tuned" in data else Recipe
-    data = _fields(data, kind, "recipe")
-    stages = [Stage(**_fields(item, Stage, "stage")) for item in data.get("stages", [])]
-    recipe = kind(**{**data, "stages": tuple(stages)})
-    if not stages and recipe.name != "none":
-        raise MmaccelError(
-            f"Recipe {recipe.name!r:.40} has no stages and would change nothing; give at least one stage, or use the recipe "
-            "'none' for the bare model."
-        )
-    recipe.build()
-    return recipe
 
 
 #: JSON types of the fields of recipes and stages that have no check of their own
