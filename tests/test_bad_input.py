@@ -79,10 +79,10 @@ def test_unknown_methods() -> None:
         ("random", {"positions": "new"}, "use 'keep' or 'paper'"),
         ("random", {"variant": "up"}, "use 'exact' or 'official'"),
         ("snapkv", {"text_retain": 2.0}, "text_retain=2.0 is outside"),
-        ("snapkv", {"kernel": 4}, "odd kernel"),
-        ("streaming-llm", {"sinks": -1}, "give 0 or more"),
+        ("snapkv", {"kernel": 4}, "`kernel` of snapkv must be an odd number, got 4"),
+        ("streaming-llm", {"sinks": -1}, "`sinks` of streaming-llm must be at least 0, got -1"),
         ("fastv", {"layer": 0}, "fastv .* layer"),
-        ("resize", {"frames": 0.0}, r"share in \(0, 1\]"),
+        ("resize", {"frames": 0.0}, "`frames` of resize must be greater than 0 and at most 1, got 0.0"),
     ],
 )
 def test_wrong_options(recipe: str, options: dict[str, Any], match: str) -> None:

@@ -471,7 +471,7 @@ def _json(**stage: Any) -> str:
         (_json(options={"sed": 1}), "no option 'sed'; it has seed"),
         (_json(options={"seed": "1"}), "seed='1' is of the wrong type; give int"),
         (_json(options={"seed": [1]}), "is of the wrong type"),
-        (_json(method="snapkv", options={"kernel": 4}), "odd kernel"),
+        (_json(method="snapkv", options={"kernel": 4}), "must be an odd number, got 4"),
         (_json(method="randm"), "did you mean 'random'"),
     ],
 )

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..core.reduction import top_mask
-from ..method import Ranking, ReturningMethod, register
+from ..method import Ranking, ReactivatingMethod, register
 
 
 @register
-class LazyLLM(Ranking, ReturningMethod):
+class LazyLLM(Ranking, ReactivatingMethod):
     """Every step ranks visual tokens by the attention that its newest token pays, and the layers behind see the best.
 
     *LazyLLM: Dynamic Token Pruning for Efficient Long Context LLM Inference*, arXiv 2407.14057.
@@ -48,6 +48,6 @@ class LazyLLM(Ranking, ReturningMethod):
 
     layer: float = 9
 
-    def recall(self, figures: Mapping[str, Tensor], among: Tensor, count: Tensor) -> Tensor:
-        """``prompt_attention [B, n]``, ``among [B, n]``, ``count [B]`` -> the highest."""
-        return top_mask(figures["prompt_attention"], among, count)
+    def recall(self, figures: Mapping[str, Tensor], candidates: Tensor, count: Tensor) -> Tensor:
+        """``prompt_attention [B, n]``, ``candidates [B, n]``, ``count [B]`` -> the highest."""
+        return top_mask(figures["prompt_attention"], candidates, count)

@@ -12,8 +12,8 @@ from .model_options import Loaded
 from .patches import PatchMethod
 from .preview import PreviewMethod
 from .question import QuestionGuided
+from .reactivation import ReactivatingMethod
 from .registry import register
-from .returning import ReturningMethod
 from .reuse import ReuseMethod
 from .sparse_read import KeyUnits, Observed, Picked, ReadingPolicy, ReadStep
 from .tokens import ProjectorMethod, Ranking, TokenBatch, TokenMethod
@@ -50,7 +50,7 @@ __all__ = [
     "Ranking",
     "ReadStep",
     "ReadingPolicy",
-    "ReturningMethod",
+    "ReactivatingMethod",
     "ReuseMethod",
     "Site",
     "Tap",

@@ -32,8 +32,8 @@ from ..method import (
     Policy,
     PreviewMethod,
     ProjectorMethod,
+    ReactivatingMethod,
     ReadingPolicy,
-    ReturningMethod,
     ReuseMethod,
     TokenMethod,
 )
@@ -116,7 +116,7 @@ def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels)
             stage.number: load_draft(stage.method.name, stage.method.draft, family)
             for stage in _of((DraftMethod, DraftPolicy), stages)
         },
-        returning=any(isinstance(stage.method, ReturningMethod) for stage in at_layer.values()),
+        reactivates=any(isinstance(stage.method, ReactivatingMethod) for stage in at_layer.values()),
         choosers=tuple(stage.method.name for stage in _of(FramesMethod, stages) if stage.method.only_chooses),
         **_stages_by_kind(stages),
     )
@@ -285,7 +285,7 @@ def _runs_of_prompt(call: Call[ModelPlan], prompt: Prompt) -> Iterator[Run]:
         keep = {
             stage.number: partial(reactivation.keep_dropped, prompt)
             for stage in plan.stage_at_layer.values()
-            if isinstance(stage.method, ReturningMethod)
+            if isinstance(stage.method, ReactivatingMethod)
         }
         yield LayerTokens(call, prompt, reducer, prepared, keep)
     if chunks is not None:
@@ -304,7 +304,7 @@ def _runs_of_prompt(call: Call[ModelPlan], prompt: Prompt) -> Iterator[Run]:
 def _runs_behind(call: Call[ModelPlan], forward: Continuation) -> Iterator[Run]:
     plan, state = forward.plan, forward.state
     assert state is not None
-    if plan.returning and reactivation.may_return(plan, state):
+    if plan.reactivates and reactivation.may_return(plan, state):
         stages: Mapping[int, PlannedStage[Any]] = plan.stage_at_layer
         yield Reactivation(forward, stages)
     policy = None

@@ -234,7 +234,7 @@ def test_critical_keys_are_half_of_the_budget() -> None:
     projection.weight = torch.nn.Parameter(Coded(projection.weight), requires_grad=False)
     with pytest.raises(MmaccelError, match="use snapkv or vatp"), accelerated(coded, "criticalkv"):
         pass
-    with pytest.raises(MmaccelError, match="first from 0 to 1"):
+    with pytest.raises(MmaccelError, match="`first` of criticalkv must be at least 0 and at most 1"):
         CriticalKV(first=2.0)
 
 

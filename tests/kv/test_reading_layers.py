@@ -449,7 +449,7 @@ def test_options_that_make_no_sense(name: str) -> None:
         ({"chunk": 4}, text),
         ({"protect": ("question",)}, text),
         ({"text_policy": "knorm"}, text),
-        ({"layer": -1}, "0 or more"),
+        ({"layer": -1}, "must be an int, at least 0"),
         ({"layer": 1.5}, "a share up to"),
     ):
         with pytest.raises(MmaccelError, match=f"{name} .*{said}"):

@@ -31,7 +31,7 @@ import mmaccel
 from mmaccel import Recipe, Stage, UnsupportedError, accelerated, get_method, recipes
 from mmaccel.core.reduction import Reduction
 from mmaccel.families import family_of
-from mmaccel.method import FramesMethod, LayerMethod, Method, Policy, ReturningMethod, TokenMethod
+from mmaccel.method import FramesMethod, LayerMethod, Method, Policy, ReactivatingMethod, TokenMethod
 from mmaccel.method.base import Variant
 
 STEPS = 6
@@ -289,7 +289,7 @@ def has_site(name: str, site: str) -> bool:
 
 def for_good(name: str) -> bool:
     """Whether a method drops for good what it drops."""
-    return not issubclass(get_method(name), ReturningMethod)
+    return not issubclass(get_method(name), ReactivatingMethod)
 
 
 def in_turn(square: Sequence[tuple[str, str]], values: Callable[[str], Sequence[Any]]) -> list[tuple[str, str, Any]]:
@@ -352,7 +352,7 @@ def recalled() -> Any:
     tokens may come back."""
     chosen: list[Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
-        for kind in synthetic.offered(ReturningMethod).values():
+        for kind in synthetic.offered(ReactivatingMethod).values():
 
             def watched(self: Any, *given: Any, recall: Any = kind.recall) -> Tensor:
                 chosen.append(recall(self, *given))

@@ -23,7 +23,7 @@ import zoo
 from torch import Tensor
 
 from mmaccel import Recipe, UnsupportedError, accelerated, get_recipe, prepare, recipes
-from mmaccel.method import FramesMethod, PreviewMethod, ReadingPolicy, ReturningMethod
+from mmaccel.method import FramesMethod, PreviewMethod, ReactivatingMethod, ReadingPolicy
 
 STEPS = 4
 FAMILIES = {
@@ -180,7 +180,7 @@ def sites(name: str) -> set[str]:
         else "preview"
         if isinstance(one, PreviewMethod)
         else "returning"
-        if isinstance(one, ReturningMethod)
+        if isinstance(one, ReactivatingMethod)
         else one.site
         for one in built
     }

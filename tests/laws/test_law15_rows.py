@@ -17,7 +17,7 @@ from torch import Tensor
 import mmaccel
 from mmaccel import Recipe, Stage, UnsupportedError, accelerated
 from mmaccel.kv.codecs import Codec
-from mmaccel.method import Policy, ReturningMethod
+from mmaccel.method import Policy, ReactivatingMethod
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -87,7 +87,7 @@ def conversation(family: str, rows: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[Any
 
 def together(name: str) -> tuple[int, ...]:
     """The rows of a conversation that may be in one batch: where tokens come back, they do in forwards without pictures."""
-    returns = any(issubclass(mmaccel.get_method(stage.method), ReturningMethod) for stage in RECIPES[name].stages)
+    returns = any(issubclass(mmaccel.get_method(stage.method), ReactivatingMethod) for stage in RECIPES[name].stages)
     return (1, 2, 3) if returns else (0, 1, 2, 3)
 
 

@@ -8,7 +8,7 @@ import torch
 import zoo
 
 from mmaccel import Recipe, UnsupportedError, accelerated, get_method
-from mmaccel.method import ChunkMethod, EncoderMethod, LayerMethod, Policy, ProjectorMethod, ReturningMethod
+from mmaccel.method import ChunkMethod, EncoderMethod, LayerMethod, Policy, ProjectorMethod, ReactivatingMethod
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -155,7 +155,7 @@ def test_all_stages_keep_everything_in_batches_and_beams(family, name):
 @pytest.mark.square("family", zoo.FAMILIES)
 def test_a_recipe_of_every_site_keeps_everything(family, turn):
     """Each method takes its turn among those of its site that the family has; where keys are evicted no tokens come back."""
-    alone = {name for name in KEEPERS if issubclass(get_method(name), ReturningMethod)}
+    alone = {name for name in KEEPERS if issubclass(get_method(name), ReactivatingMethod)}
     known = [
         [name for name in oracle.named(kind) if name in KEEPERS and name not in alone and oracle.fits(name, family)]
         for kind in SITES

@@ -12,14 +12,14 @@ from torch.nn.functional import cosine_similarity
 
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerate_vlm, accelerated, get_method
 from mmaccel.core.reduction import Reduction
-from mmaccel.method import EncoderMethod, LayerMethod, ProjectorMethod, ReturningMethod
+from mmaccel.method import EncoderMethod, LayerMethod, ProjectorMethod, ReactivatingMethod
 from mmaccel.runtime.prompt.proportional import represented_tokens
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 #: those whose tokens come back have tests of their own
 NAMES = tuple(
-    name for name in oracle.named(ProjectorMethod, LayerMethod) if not issubclass(get_method(name), ReturningMethod)
+    name for name in oracle.named(ProjectorMethod, LayerMethod) if not issubclass(get_method(name), ReactivatingMethod)
 )
 #: in turn with the families
 SHORT = oracle.families_in_turn(NAMES)

@@ -193,7 +193,7 @@ def test_a_region_of_a_picture_and_of_a_clip(monkeypatch):
     left, top, right, bottom = method.region(clip[[0, 2, 4, 6]], 0.25)
     assert np.array_equal(method.clip(clip, 0.25), clip[:, top:bottom, left:right])
     assert method.choose(clip, 0.25).tolist() == list(range(7))
-    with pytest.raises(MmaccelError, match="share up to 0.5"):
+    with pytest.raises(MmaccelError, match="`cut` of clip-crop must be at least 0 and at most 0.5, got 0.7"):
         ClipCrop(cut=0.7)
 
 

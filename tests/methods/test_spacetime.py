@@ -95,5 +95,5 @@ def test_a_picture_does_not_change_with_what_is_beside_it():
 
 @pytest.mark.parametrize("change", [0.0, -1.0, float("nan")])
 def test_a_change_that_counts_nothing_is_refused(change):
-    with pytest.raises(MmaccelError, match="spacetime needs change above 0"):
+    with pytest.raises(MmaccelError, match="`change` of spacetime must be greater than 0"):
         SpaceTime(change=change)

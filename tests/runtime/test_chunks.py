@@ -409,7 +409,11 @@ def test_loops_beams_and_no_cache(family: str) -> None:
         ("llava", ("homer", "fp8"), "leave out one of them"),
         ("qwen3_vl", Stage("homer", 0.3, {"layer": 1}), "takes 2 to 2; give layer=2"),
         ("llava", Stage("homer", 0.3, {"layer": 3}), "takes 0 to 2; give layer=2"),
-        ("llava", Stage("homer", 0.3, {"layer": -1}), "`layer` of homer must be an int, at least 0, or a float, .* got -1"),
+        (
+            "llava",
+            Stage("homer", 0.3, {"layer": -1}),
+            "`layer` of homer must be an int, at least 0, or a float, .* got -1",
+        ),
         ("llava", Stage("homer", 0.3, {"length": -1}), "`length` of homer must be at least 0, got -1"),
         ("llava", Stage("homer", 0.3, {"bias": ((0.0,), (0.0,))}), "rows for 2 layers, and this llava model has 4"),
         ("llava", Stage("homer", 0.3, {"bias": ((),)}), "a row of bias has no value"),

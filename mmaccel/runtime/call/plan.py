@@ -98,7 +98,7 @@ class ModelPlan(Plan):
     chunks : the stage that has lower layers read a prompt in chunks.
     policy : the stage that works on stored keys. token_groups : the groups of tokens that codecs pack alike.
     reading, draft_policy : the same stage as ``policy``, where it chooses what every layer reads, or scores by a draft's text.
-    returning : whether tokens that layers drop may come back.
+    reactivates : whether tokens that layers drop may come back.
     choosers : names of methods that do nothing but choose frames.
     text_towers : by name, for methods that read the question with CLIP.
     drafts : by the number of the stage, the smaller models that read the prompt first.
@@ -116,7 +116,7 @@ class ModelPlan(Plan):
     drafts: Mapping[int, Family] = field(default_factory=dict)
     reading: PlannedStage[ReadingPolicy] | None = None
     draft_policy: PlannedStage[DraftPolicy] | None = None
-    returning: bool = False
+    reactivates: bool = False
     choosers: tuple[str, ...] = ()
 
     @property

@@ -204,7 +204,7 @@ def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
     reads = plan.reading is not None
     if policy is not None and policy.method.decodes and not (policy.method.scheduled or reads):
         return f"{policy.method.name} looks at the cache at every step"
-    if plan.returning:
+    if plan.reactivates:
         back = next(iter(plan.stage_at_layer.values())).method.name
         return f"with {back} as many tokens run in a step as come back in it"
     if reads and config.compile_config is not None and on_gpu(next(family.text.parameters())):

@@ -16,7 +16,7 @@ from ...kv.cache import CacheState
 from ...kv.index import KeyIndex
 from ...kv.reactivation import Parked, ReactivationMemory
 from ...kv.sparse import SparseRead
-from ...method import LayerAttention, ReturningMethod
+from ...method import LayerAttention, ReactivatingMethod
 from ...method.results import check_tensor, figures_of
 from ..call.forward import Continuation, LayerArguments, Prompt, rows_at, to_device_packed
 from ..call.plan import ModelPlan, PlannedStage
@@ -27,7 +27,7 @@ def may_return(plan: ModelPlan, state: CacheState) -> bool:
     """Whether tokens may come back in a forward behind a prompt: some wait at the layers of this plan, and at no others."""
     memory = state.shared.reactivation
     waits = memory is not None and memory.dropped and set(memory.at) == set(plan.stage_at_layer)
-    return waits and bool(plan.returning)
+    return waits and bool(plan.reactivates)
 
 
 def check_rows(prompt: Prompt) -> None:
@@ -101,7 +101,7 @@ class Reactivation(Run):
 
     reads_keys = True
 
-    def __init__(self, forward: Continuation, stages: Mapping[int, PlannedStage[ReturningMethod]]) -> None:
+    def __init__(self, forward: Continuation, stages: Mapping[int, PlannedStage[ReactivatingMethod]]) -> None:
         assert forward.state is not None and forward.state.shared.reactivation is not None
         self.forward, self.stages, self.state = forward, stages, forward.state
         self.memory = forward.state.shared.reactivation
@@ -132,7 +132,9 @@ class Reactivation(Run):
         self._figures = {name: _placed(x, at, n) for name, x in seen.items()}
         self._candidates = _placed(at < n, at, n) & self.memory.visual.to(query.device)
 
-    def _come_back(self, method: ReturningMethod, number: int, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    def _come_back(
+        self, method: ReactivatingMethod, number: int, hidden: Tensor, arguments: Mapping[str, Any]
+    ) -> Tensor:
         """The input of layer ``number`` of the language model: in front of the new tokens, the last of ``hidden [B, q, D]``,
         those that come back. Reads and arguments of the layers behind are noted; the host waits once, for numbers of
         tokens."""
@@ -170,7 +172,7 @@ class Reactivation(Run):
         self._back, forward.arguments = back, [LayerArguments(_arguments(back, arguments))]
         return torch.cat([back.planes["hidden"], new], dim=1)
 
-    def _recalled(self, method: ReturningMethod, count: Tensor, device: torch.device) -> Tensor:
+    def _recalled(self, method: ReactivatingMethod, count: Tensor, device: torch.device) -> Tensor:
         """``[B, n]`` bool, the visual tokens that the layers behind see."""
         assert self._candidates is not None
         figures = {name: x.to(device) for name, x in self._figures.items()}

@@ -1,4 +1,4 @@
-"""Base of methods inside the language model whose dropped tokens may come back while decoding."""
+"""Base of methods inside the language model that may read dropped tokens again while decoding."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .base import Method, ModelFacts
 from .layers import LayerMethod
 
 
-class ReturningMethod(LayerMethod):
-    """A method that chooses again among all visual tokens whenever new tokens follow a prompt.
+class ReactivatingMethod(LayerMethod):
+    """A method that chooses anew among all visual tokens whenever new tokens follow a prompt.
 
-    What it drops of a prompt waits at its layer, as a hidden state. Of every forward that follows, :meth:`recall` is shown what
-    :meth:`observe` made of the attention of the layer before, by its last token. Of tokens that it chooses, those that wait run
-    through the layers behind beside the new ones, at their own positions, and are stored there; stored ones that it does not
-    choose are not read.
+    What it drops of a prompt is stored at its layer as a hidden state. In every later forward, :meth:`recall` gets what
+    :meth:`observe` returned for the attention of the layer before, by its last token. Chosen tokens that are stored run through
+    the layers behind beside the new ones, at their own positions, and their keys are kept; keys that it does not choose are
+    not read.
     """
 
     def conflict(self, other: Method) -> str | None:
         """Refuse methods that drop or pack tokens for good."""
-        if other.site in ("layers", "cache", "codec") and not isinstance(other, ReturningMethod):
+        if other.site in ("layers", "cache", "codec") and not isinstance(other, ReactivatingMethod):
             return f"{self.name} brings dropped tokens back, which {other.name} would drop or pack while they come"
         return super().conflict(other)
 
@@ -38,10 +38,10 @@ class ReturningMethod(LayerMethod):
             )
 
     @abstractmethod
-    def recall(self, figures: Mapping[str, Tensor], among: Tensor, count: Tensor) -> Tensor:
+    def recall(self, figures: Mapping[str, Tensor], candidates: Tensor, count: Tensor) -> Tensor:
         """``[B, n]`` bool, the visual tokens that the layers behind see in this forward.
 
-        figures : what :meth:`observe` made of the attention, by place, ``[B, n]`` float32 each.
-        among : ``[B, n]`` bool, the visual tokens that the layer before has seen.
-        count : ``[B]`` long, how many of them are to be seen: as many as stayed of all pictures of the row.
+        figures : what :meth:`observe` returned for the attention, by place, ``[B, n]`` float32 each.
+        candidates : ``[B, n]`` bool, the visual tokens that the layer before has seen.
+        count : ``[B]`` long, how many of them to choose: as many as stayed of all pictures of the row.
         """
