@@ -112,9 +112,7 @@ def counts(
         else:
             total = max(1, rounding(retain, size, grids[units[0]] if grids and len(units) == 1 else None))
         total = total if least is None else max(total, resolve(least, size))
-        sizes = [present[i] for i in units]
-        for i, k in zip(units, apportion(total, sizes), strict=True):
-            out[i] = k
+        out[units] = torch.tensor(apportion(total, [present[i] for i in units]))
     return out
 
 

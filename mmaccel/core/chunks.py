@@ -94,21 +94,15 @@ class Chunks:
         # of every place of the new rows the token that goes there, of the left chunk and of the right one
         source = torch.full((2, rows * span), -1)
         source[right[chunk].long(), into[chunk] * span + self.places[chunk, slot]] = chunk * q + slot
-        there, both = (source >= 0).any(0).view(rows, span), (source >= 0).all(0)
-        width = int(there.sum(1).max())
-        order = true_last(there)[:, -width:]
-        held = there.gather(1, order)
+        taken, both = (source >= 0).any(0).view(rows, span), (source >= 0).all(0)
+        order = true_last(taken)[:, -int(taken.sum(1).max()) :]
+        held = taken.gather(1, order)
         at = torch.arange(rows)[:, None] * span + order
         first, second = (x[at] for x in torch.where(source[:1] >= 0, source, source.flip(0)))
         mean = (both[at] & held).flatten().nonzero()[:, 0]
-        new = Chunks(
-            self.row[~right],
-            order.masked_fill(~held, -1),
-            self.shared.flatten()[first] & held,
-        )
-        return new, Join(
-            (len(into), q), (~right).nonzero()[:, 0], first.masked_fill(~held, 0), mean, second.flatten()[mean]
-        )
+        new = Chunks(self.row[~right], order.masked_fill(~held, -1), self.shared.flatten()[first] & held)
+        left, filled = (~right).nonzero()[:, 0], first.masked_fill(~held, 0)
+        return new, Join((len(into), q), left, filled, mean, second.flatten()[mean])
 
 
 @dataclass(frozen=True)

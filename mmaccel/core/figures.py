@@ -36,16 +36,12 @@ class Figures(dict[str, Any]):
 
     def _repr_html_(self) -> str:
         """A table: the line, then every figure."""
-        told = {name: value for name, value in self.items() if value not in ([], {}, "")}
-        stages = told.pop("stages", [])
-        rows = [(name.replace("_", " "), _cell(value)) for name, value in told.items()]
-        rows += [
-            (
-                f"stage {number}",
-                ", ".join(f"{name} {_cell(value)}" for name, value in stage.items() if value is not None),
-            )
-            for number, stage in enumerate(stages)
-        ]
+        figures = {name: value for name, value in self.items() if value not in ([], {}, "")}
+        stages = figures.pop("stages", [])
+        rows = [(name.replace("_", " "), _cell(value)) for name, value in figures.items()]
+        for number, stage in enumerate(stages):
+            cells = (f"{name} {_cell(value)}" for name, value in stage.items() if value is not None)
+            rows.append((f"stage {number}", ", ".join(cells)))
         body = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
         return f"<table><caption>{escape(repr(self))}</caption>{body}</table>"
 
@@ -89,9 +85,8 @@ class CallStats(Figures):
     """Seconds by part of the call; asking for them waits for the device."""
 
     def _parts(self) -> Iterator[str]:
-        there, kept = self.visual_tokens, self.visual_tokens_kept
-        if there:
-            yield _fewer(there, kept, "visual tokens")
+        if self.visual_tokens:
+            yield _fewer(self.visual_tokens, self.visual_tokens_kept, "visual tokens")
         else:
             yield f"{self.prompt_tokens:,} tokens, none of them visual"
         if self.kv_bytes:
@@ -124,25 +119,20 @@ class EncoderStats(Figures):
         yield from (f"{name} {_time(value)}" for name, value in self.seconds.items())
 
 
-def _fewer(there: int, kept: int, what: str) -> str:
+def _fewer(total: int, kept: int, what: str) -> str:
     """``2,025 -> 203 visual tokens (10 %)``."""
-    if kept == there:
-        return f"{there:,} {what}"
-    share = 100 * kept / there
-    return (
-        f"{there:,} -> {kept:,} {what} ({share:.0f} %)"
-        if share >= 1
-        else f"{there:,} -> {kept:,} {what} ({share:.1g} %)"
-    )
+    if kept == total:
+        return f"{total:,} {what}"
+    share = 100 * kept / total
+    return f"{total:,} -> {kept:,} {what} ({share:{'.0f' if share >= 1 else '.1g'}} %)"
 
 
 def _bytes(before: int, after: int) -> str:
     """``24.7 -> 6.7 MiB``, in the unit of the larger."""
-    unit, size = next(
-        (u, s) for u, s in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)) if max(before, after) >= s
-    )
-    told = [f"{count / size:,.{0 if unit == 'B' else 1}f}" for count in (before, after)]
-    return f"{' -> '.join(dict.fromkeys(told))} {unit}"
+    units = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
+    unit = next(unit for unit, size in units.items() if max(before, after) >= size)
+    counts = [f"{count / units[unit]:,.{0 if unit == 'B' else 1}f}" for count in (before, after)]
+    return f"{' -> '.join(dict.fromkeys(counts))} {unit}"
 
 
 def _time(seconds: float) -> str:

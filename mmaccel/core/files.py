@@ -66,7 +66,7 @@ def take_lock(descriptor: int, path: Path) -> bool:
 def locked(path: Path, what: str, remedy: str) -> Iterator[None]:
     """Hold the lock of the file ``path`` during the block; creates the file if it is missing.
 
-    what : what the lock protects, for the message. remedy : what else the user may do than wait, for the message.
+    what, remedy : what the lock protects, and what else the user may do than wait, for the message.
 
     Raises :class:`MmaccelError` if another process holds the lock, or the file cannot be opened.
     """
@@ -112,10 +112,7 @@ class AppendFile:
             raise
 
     def cut(self, size: int) -> None:
-        """Keep the first ``size`` bytes only.
-
-        Raises :class:`MmaccelError` if the file cannot be written.
-        """
+        """Keep the first ``size`` bytes only. Raises :class:`MmaccelError` if the file cannot be written."""
         try:
             if os.fstat(self._file).st_size != size:
                 os.ftruncate(self._file, size)
@@ -156,6 +153,3 @@ class AppendFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-
-__all__ = ["AppendFile", "locked", "take_lock", "write_whole"]

@@ -106,11 +106,11 @@ class Layout:
         picture = 0
         for modality, token, pictures in found:
             rows = [((ids[b] == token) & valid[b]).nonzero()[:, 0] for b in range(len(ids))]
-            there, known = sum(map(len, rows)), sum(len(t) for p in pictures for t in p)
-            copies = there // known if known else 0
-            if copies * known != there or (copies and len(rows) % copies):
+            given, known = sum(map(len, rows)), sum(len(t) for p in pictures for t in p)
+            copies = given // known if known else 0
+            if copies * known != given or (copies and len(rows) % copies):
                 raise UnsupportedError(
-                    f"{family}: the prompt has {there} {modality} placeholders but the encoded {modality}s make {known} "
+                    f"{family}: the prompt has {given} {modality} placeholders but the encoded {modality}s make {known} "
                     "tokens; pass the pixels that belong to exactly the new tokens of this call."
                 )
             queue = iter(pictures)
@@ -228,29 +228,15 @@ class Units:
         unit = torch.arange(len(at))[:, None].expand_as(at)
         pairs = torch.stack([unit, at], dim=-1)[at >= 0].unique(dim=0)
         mine, number = pairs.view(-1, 2).unbind(1)
-        whole = Units(
-            picture=[self.picture[i] for i in mine.tolist()],
-            modality=[self.modality[i] for i in mine.tolist()],
-            **{
-                name: getattr(self, name)[mine]
-                for name in ("row", "places", "cells", "source", "segment", "tile", "grid", "tiles")
-            },
-        )
+        tensors = {name: value[mine] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        picture, modality = ([each[i] for i in mine.tolist()] for each in (self.picture, self.modality))
+        whole = replace(self, picture=picture, modality=modality, **tensors)
         return whole._taken(at[mine] == number[:, None]), mine, number
 
-    def _taken(self, there: Tensor) -> Units:
-        """The same units with only the slots that are ``there [N, n]`` bool."""
-        slots, held = leftmost(there)
-
-        def take(x: Tensor) -> Tensor:
-            return x.gather(1, slots).masked_fill(~held, -1)
-
-        cells = torch.stack([take(c) for c in self.cells.unbind(-1)], dim=-1)
-        return replace(
-            self,
-            places=take(self.places),
-            cells=cells,
-            source=take(self.source),
-            segment=take(self.segment),
-            tile=take(self.tile),
-        )
+    def _taken(self, kept: Tensor) -> Units:
+        """The same units with only the slots ``kept [N, n]`` bool."""
+        slots, held = leftmost(kept)
+        names = ("places", "source", "segment", "tile")
+        taken = {name: getattr(self, name).gather(1, slots).masked_fill(~held, -1) for name in names}
+        cells = self.cells.gather(1, slots[..., None].expand(-1, -1, 3)).masked_fill(~held[..., None], -1)
+        return replace(self, cells=cells, **taken)

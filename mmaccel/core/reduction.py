@@ -244,7 +244,9 @@ class Reduction:
 
     def apply(self, x: Tensor) -> Tensor:
         """The kept tokens, ``[N, n, ...] -> [N, max kept, ...]`` in slot order; short rows end in zeros."""
-        return _left_aligned(self.substitute(x), self.kept)
+        x, (slots, held) = self.substitute(x), leftmost(self.kept)
+        rows = torch.arange(len(x), device=x.device)[:, None]
+        return x[rows, slots].masked_fill(~held.view(*held.shape, *[1] * (x.dim() - 2)), 0)
 
     def then(self, second: Reduction) -> Reduction:
         """This reduction followed by ``second`` in the same slot coordinates; ``second.valid`` is this one's ``kept``."""
@@ -270,9 +272,8 @@ class Reduction:
         links = None
         if self.links is not None:
             unit = self.links.batch
-            links = Links(
-                rows[unit], places[unit, self.links.slot], places[unit, self.links.source], self.links.weight
-            ).sorted(shape[1])
+            slot, source = places[unit, self.links.slot], places[unit, self.links.source]
+            links = Links(rows[unit], slot, source, self.links.weight).sorted(shape[1])
         residual = self.residual
         if residual is not None:
             unit, slot = residual.batch, residual.slot
@@ -294,16 +295,8 @@ def _product(first: Links, second: Links, n: int) -> Links:
     idx = torch.repeat_interleave(torch.arange(len(reps), device=reps.device), reps)
     offset = torch.arange(len(idx), device=reps.device) - (torch.cumsum(reps, 0) - reps)[idx]
     mid = start[idx] + offset
-    return Links(second.batch[idx], second.slot[idx], first.source[mid], second.weight[idx] * first.weight[mid]).sorted(
-        n
-    )
-
-
-def _left_aligned(x: Tensor, kept: Tensor) -> Tensor:
-    """The kept slots of ``x [N, n, ...]``, moved to the left: ``[N, max kept, ...]``; short rows end in zeros."""
-    slots, held = leftmost(kept)
-    rows = torch.arange(len(x), device=x.device)[:, None]
-    return x[rows, slots].masked_fill(~held.view(*held.shape, *[1] * (x.dim() - 2)), 0)
+    weight = second.weight[idx] * first.weight[mid]
+    return Links(second.batch[idx], second.slot[idx], first.source[mid], weight).sorted(n)
 
 
 def top_mask(scores: Tensor, valid: Tensor, count: Tensor) -> Tensor:

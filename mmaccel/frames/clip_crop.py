@@ -102,14 +102,10 @@ class ClipCrop(FramesMethod):
 
 def windows(size: tuple[int, int], whole: tuple[int, int]) -> list[Box]:
     """Windows of that ``size`` (width, height) all over the ``whole``, row by row."""
-    steps = [
-        max(1, math.ceil(2 * (all_ - side) / side)) if all_ > side else 0
-        for side, all_ in zip(size, whole, strict=True)
-    ]
-    places = [
-        [round(at * (all_ - side) / max(1, count)) for at in range(count + 1)]
-        for side, all_, count in zip(size, whole, steps, strict=True)
-    ]
+    places = []
+    for side, room in zip(size, (whole[0] - size[0], whole[1] - size[1]), strict=True):
+        steps = max(1, math.ceil(2 * room / side)) if room > 0 else 0
+        places.append([round(at * room / max(1, steps)) for at in range(steps + 1)])
     return [(left, top, left + size[0], top + size[1]) for top in places[1] for left in places[0]]
 
 

@@ -58,8 +58,5 @@ def over_scenes(scenes: list[tuple[int, int]], count: int) -> np.ndarray:
     for _ in range(count - len(scenes)):
         # where a frame now represents most others; the earlier scene on a tie
         shares[np.argmax(np.where(shares < lengths, lengths / shares, 0))] += 1
-    parts = [
-        first + middles(int(length), int(share))
-        for (first, _), length, share in zip(scenes, lengths, shares, strict=True)
-    ]
-    return np.concatenate(parts)
+    parts = zip(scenes, lengths.tolist(), shares.tolist(), strict=True)
+    return np.concatenate([first + middles(length, share) for (first, _), length, share in parts])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.budget import apportion
+from ..core.masks import ranks
 from ..core.reduction import top_mask
 
 
@@ -96,11 +97,8 @@ def clipped_shares(seen: Tensor, ratio: float) -> Tensor:
 def clipped_official(count: int, sizes: list[int], seen: Tensor, newest: float) -> list[int]:
     """Keys per layer by :func:`clipped_shares`, truncated; the share ``newest`` of the budget is the same for all layers."""
     recent = int(newest * count)
-    out = []
-    for layer, size in enumerate(sizes):
-        share = clipped_shares(seen, count / max(1, size) * (1 - newest))[layer]
-        out.append(min(size, max(1, int(share * size)) + recent))
-    return out
+    shares = (clipped_shares(seen, count / max(1, size) * (1 - newest))[i] for i, size in enumerate(sizes))
+    return [min(size, max(1, int(share * size)) + recent) for size, share in zip(sizes, shares, strict=True)]
 
 
 def prefix(scores: list[Tensor], count: int) -> list[int]:
@@ -190,9 +188,7 @@ def adaptive(scores: Tensor, among: Tensor, count: Tensor, floor: float, officia
     given = ideal.floor().long()
     # largest remainders, ties to the lower head
     rest = won.sum(1) - given.sum(1)
-    order = (given - ideal).argsort(dim=1, stable=True)
-    rank = torch.empty_like(order).scatter_(1, order, torch.arange(heads, device=order.device).expand_as(order))
-    return given + (rank < rest[:, None])
+    return given + (ranks((given - ideal).argsort(dim=1, stable=True)) < rest[:, None])
 
 
 def concentrated(scores: Tensor, among: Tensor, count: Tensor) -> Tensor:
@@ -209,10 +205,7 @@ def concentrated(scores: Tensor, among: Tensor, count: Tensor) -> Tensor:
 def safeguard(scores: Tensor, among: Tensor, count: Tensor, floor: float) -> Tensor:
     """Mask of the keys that stay, ``[B, H, K]`` bool: the best ``floor * count`` of every head, then the best of all heads."""
     heads = scores.shape[1]
-    sure = top_mask(
-        scores.flatten(0, 1),
-        among.repeat_interleave(heads, dim=0),
-        (count.double() * floor + 1e-9).floor().long().repeat_interleave(heads),
-    ).view_as(scores)
+    least = (count.double() * floor + 1e-9).floor().long().repeat_interleave(heads)
+    sure = top_mask(scores.flatten(0, 1), among.repeat_interleave(heads, dim=0), least).view_as(scores)
     forced = scores.masked_fill(sure, torch.inf)
     return top_mask(forced.flatten(1), among.repeat(1, heads), count * heads).unflatten(1, (heads, -1))

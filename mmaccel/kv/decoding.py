@@ -66,10 +66,9 @@ def reads_as_stored(layer: Stored, incoming: ForwardInfo, new: Tensor) -> bool:
         return False
     if on_gpu(new):
         return new.shape[2] <= MAX_QUERIES
-    ragged = layer.ragged
-    return (
-        ragged is not None and not layer.packed and reads_heads(new, ragged.keys, ragged.values, ragged.lengths.numel())
-    )
+    if (ragged := layer.ragged) is None or layer.packed:
+        return False
+    return reads_heads(new, ragged.keys, ragged.values, ragged.lengths.numel())
 
 
 def attend(

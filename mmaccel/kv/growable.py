@@ -19,16 +19,12 @@ def append(stored: Tensor, new: Tensor, dim: int, expected_new_tokens: int | Non
     written in place.
     """
     dim %= new.dim()
-    if torch.is_grad_enabled() or not _alike(stored, new, dim):
+    if torch.is_grad_enabled() or not _same_but_length(stored, new, dim):
         return torch.cat([stored, new], dim=dim)
     length, more = stored.shape[dim], new.shape[dim]
     # the room goes from one owner to the next
     room = stored.__dict__.pop(_ROOM, None)
-    if (
-        room is None
-        or room.shape[dim] < length + more
-        or (room.is_inference() and not torch.is_inference_mode_enabled())
-    ):
+    if room is None or room.shape[dim] < length + more or _is_frozen(room):
         spare = max(LEAST, (length + more) // SHARE)
         spare = spare if expected_new_tokens is None else min(spare, expected_new_tokens)
         room = new.new_empty([n + length + spare if axis == dim else n for axis, n in enumerate(new.shape)])
@@ -40,12 +36,16 @@ def append(stored: Tensor, new: Tensor, dim: int, expected_new_tokens: int | Non
     return grown
 
 
-def _alike(stored: Tensor, new: Tensor, dim: int) -> bool:
-    """Whether two tensors differ in nothing but their length; of others ``torch.cat`` says what is wrong."""
-    if stored.dtype != new.dtype or stored.device != new.device:
-        return False
+def _is_frozen(x: Tensor) -> bool:
+    """Whether a tensor was made in inference mode, and cannot be written to now."""
+    return x.is_inference() and not torch.is_inference_mode_enabled()
+
+
+def _same_but_length(stored: Tensor, new: Tensor, dim: int) -> bool:
+    """Whether two tensors differ in nothing but their length; for others ``torch.cat`` raises the error."""
     a, b = stored.shape, new.shape
-    return a[:dim] == b[:dim] and a[dim + 1 :] == b[dim + 1 :]
+    same = stored.dtype == new.dtype and stored.device == new.device
+    return same and a[:dim] == b[:dim] and a[dim + 1 :] == b[dim + 1 :]
 
 
 def trimmed(x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def put(stored: Tensor, dim: int, width: int) -> Tensor:
     behind it is finite."""
     dim %= stored.dim()
     length, room = stored.shape[dim], vars(stored).pop(_ROOM, None)
-    if room is None or room.shape[dim] != width or (room.is_inference() and not torch.is_inference_mode_enabled()):
+    if room is None or room.shape[dim] != width or _is_frozen(room):
         room = stored.new_zeros([width if axis == dim else n for axis, n in enumerate(stored.shape)])
         room.narrow(dim, 0, length).copy_(stored)
     else:

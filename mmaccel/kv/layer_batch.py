@@ -65,10 +65,8 @@ class InStep:
 
 def size(layer: QuantisedLayer) -> int:
     """Bytes of the keys and values of a layer as :meth:`.layer.CompressedLayer.stored` has them."""
-    keys = layer.keys
-    return (
-        keys.shape[0] * keys.shape[1] * len(layer.index) * (keys.shape[3] + layer.values.shape[3]) * keys.element_size()
-    )
+    keys, width = layer.keys, layer.keys.shape[3] + layer.values.shape[3]
+    return keys.shape[:2].numel() * len(layer.index) * width * keys.element_size()
 
 
 class LayerBatch:

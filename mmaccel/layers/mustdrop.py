@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.reduction import Reduction, top_mask
 from ..method import LayerAttention, LayerMethod, Method, ModelFacts, Tap, TokenBatch, register
-from ..method.blocks import row_blocks, upto
+from ..method.blocks import blocks_with, upto
 
 
 @register
@@ -76,9 +76,7 @@ class MustDropFilter(LayerMethod):
 
     def taps(self) -> tuple[Tap, ...]:
         """With ``protect``, the attention in the tower's last layer."""
-        kind: Literal["cls_attention", "received_attention"]
-        kind = "received_attention" if self.query == "all" else "cls_attention"
-        return (Tap(kind, (-1,)),) if self.protect else ()
+        return (Tap("received_attention" if self.query == "all" else "cls_attention", (-1,)),) if self.protect else ()
 
     def check(self, family: ModelFacts) -> None:
         """Refuse ``query="cls"`` on towers without a CLS token."""
@@ -90,12 +88,7 @@ class MustDropFilter(LayerMethod):
         text = attention.text
         total = torch.zeros(len(text), attention.key.shape[2], device=attention.query.device)
         most = torch.zeros_like(total)
-        spoken = attention.host_text.any(0)
-        for start, stop in row_blocks(attention):
-            rows = spoken[start:stop].nonzero()[:, 0].tolist()
-            if not rows:
-                continue
-            start, stop = start + rows[0], start + rows[-1] + 1
+        for start, stop in blocks_with(attention, attention.host_text.any(0)):
             paid = upto(attention, stop).attention(start, stop).mean(1).masked_fill(~text[:, start:stop, None], 0.0)
             seen = paid.shape[2]
             total[:, :seen] += paid.sum(1)

@@ -92,15 +92,13 @@ class SparseVLM(LayerMethod):
             paid = paid * rater[:, None, start:stop, None]
             total[..., : paid.shape[3]] += paid.sum(2)
             if self.adaptive:
-                mean = paid.mean(1)
-                maps.append(torch.nn.functional.pad(mean, (0, keys - mean.shape[2])))
-        figures = {
-            "rater_attention": self.candidates(total, attention).mean(1) / rater.sum(1, keepdim=True).clamp(min=1)
-        }
+                maps.append(torch.nn.functional.pad(paid.mean(1), (0, keys - paid.shape[3])))
+        mean = self.candidates(total, attention).mean(1) / rater.sum(1, keepdim=True).clamp(min=1)
+        figures = {"rater_attention": mean}
         if self.adaptive:
-            rank = (
-                torch.linalg.matrix_rank(torch.cat(maps, 1) * seen(attention)) if maps else total.new_ones(len(total))
-            )
+            rank = total.new_ones(len(total))
+            if maps:
+                rank = torch.linalg.matrix_rank(torch.cat(maps, 1) * seen(attention))
             figures["rater_rank"] = rank.float()[:, None].expand(-1, keys)
         return figures
 

@@ -134,9 +134,8 @@ class Sttm(LayerMethod):
             cosine = self._cosine(unfold(mean, fine.x.shape), fine.x).masked_fill(~fine.there, torch.inf)
             least = fold(cosine[..., None], torch.inf).amin((2, 4))[..., 0]
             if self.official:
-                least = torch.where(
-                    size[..., 0] < 4, torch.minimum(least, self._cosine(mean, fine.x[:, :1, :1])), least
-                )
+                first = torch.minimum(least, self._cosine(mean, fine.x[:, :1, :1]))
+                least = torch.where(size[..., 0] < 4, first, least)
             levels.append(Level(mean, size[..., 0] > 0, least >= self.spatial))
         return levels
 

@@ -44,10 +44,8 @@ class VASparse(Ranking, LayerMethod):
 
     def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``received_mean [B, K]``: the attention that every key receives, mean over heads and queries that are no padding."""
-        sums = importance(
-            attention.query, attention.key, scaling=attention.scaling, visible=attention.visible, join="mean"
-        )
         seen = attention.visible
+        sums = importance(attention.query, attention.key, scaling=attention.scaling, visible=seen, join="mean")
         # padding asks nothing
         asking = attention.query.shape[2] if seen is None else seen[:, 0].any(-1).sum(-1, keepdim=True)
         return {"received_mean": sums.mean(1) / asking}

@@ -74,11 +74,8 @@ class ZipVL(LayerMethod):
         # counted from the end, where padding is not
         length = real.sum(1, keepdim=True)
         step = torch.arange(self.probes, device=device)
-        chosen = (
-            rows
-            - 1
-            - torch.cat([step.expand(len(real), -1), self.probes + step * (length - self.probes) // self.probes], 1)
-        )
+        spread = self.probes + step * (length - self.probes) // self.probes
+        chosen = rows - 1 - torch.cat([step.expand(len(real), -1), spread], 1)
         # a short prompt has fewer; a key that is asked for twice counts once
         first = torch.cat([torch.ones_like(chosen[:, :1]).bool(), chosen[:, 1:] < chosen[:, :-1]], 1)
         first &= chosen >= rows - length

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 from ..core.reduction import Reduction, top_mask
 from ..method import AttentionGuided, Grid, TokenBatch, register
 from ..method.density_peaks import centres, density_peaks
-from .film import Clip, Flat, by_clip, themselves
+from .film import Clip, Flat, by_clip, joined, themselves
 from .segments import changing_segments
 
 
@@ -99,9 +99,8 @@ class FastVID(AttentionGuided):
         x, size = x.float(), there.sum(1)
         each = count * size // size.sum()
         if not bool(each.any()):
-            return themselves(
-                top_mask(attention.view(1, -1), there.view(1, -1), size.new_tensor([count]))[0].nonzero()[:, 0]
-            )
+            best = top_mask(attention.view(1, -1), there.view(1, -1), size.new_tensor([count]))[0]
+            return themselves(best.nonzero()[:, 0])
         context = torch.tensor([int(k * self.merged) for k in each.tolist()], device=x.device)
         normed = normalize(x.flatten(0, 1), dim=-1)
         first_of = first_copies(normed[None])
@@ -114,8 +113,7 @@ class FastVID(AttentionGuided):
             rest[first : last + 1] = there[first : last + 1] & ~salient[first : last + 1]
             for anchor in anchors if share else ():
                 out.append(self._merge(x, normed, first_of, rest, anchor, share))
-        slot, source, weight = (torch.cat(part) for part in zip(*out, strict=True))
-        return slot, source, weight
+        return joined(out)
 
     def _merge(self, x: Tensor, normed: Tensor, first: Tensor | None, rest: Tensor, anchor: int, count: int) -> Flat:
         """Links of the tokens ``rest [T, P]`` bool of a segment into ``count`` density peaks of its frame ``anchor``.

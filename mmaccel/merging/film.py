@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -117,6 +117,12 @@ def by_clip(tokens: TokenBatch, count: Tensor, links: Callable[[Clip], Flat]) ->
     batch, slot, source, weight = (torch.cat(part) for part in zip(*parts, strict=True))
     kept[batch, slot] = True
     return Reduction(kept, tokens.valid, Links(batch, slot, source, weight).sorted(here.shape[1]))
+
+
+def joined(parts: Iterable[Flat]) -> Flat:
+    """The links of several parts as one."""
+    slot, source, weight = (torch.cat(part) for part in zip(*parts, strict=True))
+    return slot, source, weight
 
 
 def themselves(slots: Tensor) -> Flat:

@@ -13,7 +13,7 @@ from ..core.reduction import Links, Reduction, segment_sum
 from ..method import QuestionGuided, TokenBatch, register
 from ..method.blocks import frame_numbers
 from ..method.question import question_direction
-from .film import Flat
+from .film import Flat, joined
 from .pool import window_grid
 from .segments import changing_segments
 
@@ -107,8 +107,7 @@ class FreeVideoLlm(QuestionGuided):
         row, column = (film.place * windows // film.grid[film.frame]).unbind(1)
         window = ((film.frame * len(row)) + row * windows[:, 1] + column).masked_fill(kept[film.frame] == 0, -1)
         pooled = into_first(window, torch.zeros_like(window, dtype=torch.bool).index_fill(0, detail[0], True))
-        slot, source, weight = (torch.cat(both) for both in zip(detail, pooled, strict=True))
-        return slot, source, weight
+        return joined((detail, pooled))
 
     def detailed(self, film: Film) -> list[int]:
         """The frames of the slow path, the most like the question first, and those of the middle one behind them."""

@@ -11,7 +11,7 @@ from torch.nn.functional import cosine_similarity
 from ..core.reduction import Reduction, top_mask
 from ..method import ProjectorMethod, Tap, TokenBatch, register
 from ..method.density_peaks import centres, density_peaks, nearest_centre
-from .film import Clip, Flat, by_clip, themselves
+from .film import Clip, Flat, by_clip, joined, themselves
 from .segments import static_segments
 
 
@@ -118,10 +118,10 @@ class HoliTomMerge(ProjectorMethod):
                 sources = frames[:, None] * places + at[source]
                 slots = (first * places + at[slot]).expand_as(sources)
                 out.append((slots.flatten(), sources.flatten(), (weight / len(frames)).repeat(len(frames))))
-        links = tuple(torch.cat(part) for part in zip(*out, strict=True))
-        if not len(links[0]):
-            links = themselves(attention.masked_fill(~there, -torch.inf).flatten().argmax()[None])
-        return links[0], links[1], links[2]
+        links = joined(out)
+        return (
+            links if len(links[0]) else themselves(attention.masked_fill(~there, -torch.inf).flatten().argmax()[None])
+        )
 
     def _merge(self, x: Tensor, count: int) -> Flat:
         """Links of ``x [m, D]`` into ``count`` density peaks; slots and sources are rows of ``x``."""

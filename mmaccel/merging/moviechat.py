@@ -68,9 +68,8 @@ class MovieChat(ProjectorMethod):
             run, much = consolidate(tokens.features[row, at] * there[..., None], frames, self.official)
             # the first frame of a run that has the cell receives it
             first = at.masked_fill(~there, valid.shape[1])
-            onto = torch.full_like(first[:frames], valid.shape[1]).scatter_reduce(
-                0, run[:, None].expand_as(first), first, "amin"
-            )
+            onto = torch.full_like(first[:frames], valid.shape[1])
+            onto = onto.scatter_reduce(0, run[:, None].expand_as(first), first, "amin")
             target[row, slots[there]] = onto[run][there]
             weight[row, slots[there]] = much[:, None].expand_as(there)[there]
             if frames * places <= wanted:

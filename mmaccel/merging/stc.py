@@ -72,9 +72,7 @@ class StcPruner(ProjectorMethod):
     def _seen(self, features: Tensor, chunk: Tensor, chunks: int) -> Tensor:
         """``[N, n, D // 2]`` float32: the channels that are looked at."""
         if self.official:
-            own = quiet_channels(features, chunk, chunks)
-            return features.gather(
-                2, own[torch.arange(len(own), device=own.device)[:, None], chunk.clamp(min=0)]
-            ).float()
+            own, row = quiet_channels(features, chunk, chunks), torch.arange(len(chunk), device=chunk.device)[:, None]
+            return features.gather(2, own[row, chunk.clamp(min=0)]).float()
         first = quiet_channels(features, chunk.masked_fill(chunk > 0, -1), 1)
         return features.gather(2, first.expand(*chunk.shape, -1)).float()

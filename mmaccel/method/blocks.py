@@ -41,16 +41,20 @@ def upto(attention: LayerAttention, stop: int) -> LayerAttention:
     )
 
 
+def blocks_with(attention: LayerAttention, wanted: Tensor) -> Iterator[tuple[int, int]]:
+    """``(start, stop)`` of the blocks of rows that hold a ``wanted [q]`` row (bool, on the CPU), cut to the first and the last
+    of these."""
+    for start, stop in row_blocks(attention):
+        rows = wanted[start:stop].nonzero()[:, 0].tolist()
+        if rows:
+            yield start + rows[0], start + rows[-1] + 1
+
+
 def question_rows(attention: LayerAttention) -> Iterator[tuple[Tensor, Tensor]]:
     """Attention that text behind the pictures pays, in blocks of rows: ``[B, H, r, k]`` to the first ``k`` keys, and
     ``[B, 1, r, 1]`` bool, which rows are such text; other rows may be NaN."""
     asked = question(attention.text, ~attention.text)
-    spoken = question(attention.host_text, ~attention.host_text).any(0)
-    for start, stop in row_blocks(attention):
-        rows = spoken[start:stop].nonzero()[:, 0].tolist()
-        if not rows:
-            continue
-        start, stop = start + rows[0], start + rows[-1] + 1
+    for start, stop in blocks_with(attention, question(attention.host_text, ~attention.host_text).any(0)):
         yield upto(attention, stop).attention(start, stop), asked[:, None, start:stop, None]
 
 
@@ -95,9 +99,7 @@ def cosine_of(x: Tensor, y: Tensor) -> Tensor:
 
 def frame_numbers(tokens: TokenBatch) -> Tensor:
     """Number of the frame of a clip, or tile of a picture, of each token, ``[N, n]`` long from 0; -1 without a cell."""
-    here, frames = tokens.celled, int(tokens.grid[:, 0].max())
-    key = (tokens.tile * frames + tokens.cells[..., 0]).masked_fill(~here, -1)
-    found = torch.zeros(len(key), max(2, int(key.max()) + 2), dtype=torch.long, device=key.device).scatter_(
-        1, key + 1, 1
-    )
-    return (found[:, 1:].cumsum(1) - 1).gather(1, key.clamp(min=0)).masked_fill(~here, -1)
+    frames = int(tokens.grid[:, 0].max())
+    key = (tokens.tile * frames + tokens.cells[..., 0]).masked_fill(~tokens.celled, -1)
+    used = key.new_zeros(len(key), max(2, int(key.max()) + 2)).scatter_(1, key + 1, 1)
+    return (used[:, 1:].cumsum(1) - 1).gather(1, key.clamp(min=0)).masked_fill(~tokens.celled, -1)

@@ -91,6 +91,3 @@ def content_of(name: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
     except (OSError, ValueError):
         # who loads from it says what is wrong
         return name, ()
-
-
-__all__ = ["KeepLoaded", "Loaded", "content_of", "load_once"]

@@ -344,6 +344,3 @@ def _sines(cells: Tensor, grid: Tensor) -> Tensor:
     angles = share[..., None] * torch.pi * 2.0 ** torch.arange(_FREQUENCIES, device=cells.device)
     found = torch.cat([angles.sin(), angles.cos()], dim=-1).flatten(2)
     return found * (cells >= 0).all(-1, keepdim=True)
-
-
-__all__ = ["FOLDER", "CONFIG", "WEIGHTS", "ModelFingerprint", "Selector", "Shape", "selector_folder", "described"]

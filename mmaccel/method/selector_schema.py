@@ -136,6 +136,3 @@ def _shown(value: Any) -> str:
     """A value of a stranger's file, as a short ASCII word."""
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-__all__ = ["Stamp", "read_config", "read_weights", "refusal", "stamp"]

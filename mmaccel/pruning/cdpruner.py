@@ -74,10 +74,8 @@ class CDPruner(QuestionGuided):
         if tokens.question is not None and tokens.question_valid is not None:
             patches = tokens.signals["patches"] if self.clip else tokens.features
             cosine = mean_cosine(patches, tokens.question, tokens.question_valid)
-            relevance = rescaled(
-                -cosine if self.clip and (self.negate or self.official) else cosine, here & ~cosine.isnan()
-            )
-            relevance = relevance.nan_to_num(0.0)
+            negated = self.clip and (self.negate or self.official)
+            relevance = rescaled(-cosine if negated else cosine, here & ~cosine.isnan()).nan_to_num(0.0)
         picked = conditional_diverse(tokens.features, relevance, here, torch.minimum(count, here.sum(1)))
         return Reduction(filled(picked, tokens.valid, count), tokens.valid)
 

@@ -59,9 +59,8 @@ class TokenCorr(AttentionGuided):
         early, late = tokens.signals[self._kind].float().unbind(1)
         seen = tokens.valid & ~late.isnan() & ~early.isnan()
         size, count = seen.sum(1), count.to(seen.device)
-        repeated = (
-            alike(tokens.signals["keys"][:, 0], seen, self.similarity) > self.counterparts * size[:, None]
-        ) & seen
+        counterparts = alike(tokens.signals["keys"][:, 0], seen, self.similarity)
+        repeated = (counterparts > self.counterparts * size[:, None]) & seen
         # of n tokens those that are not redundant are (1 - r) n
         room = torch.minimum(size - repeated.sum(1), count).clamp(min=1)
         best = top_mask(late, seen, (room * self.late).long())

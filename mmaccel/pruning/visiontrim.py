@@ -142,9 +142,7 @@ def complements(space: Tensor, tokens: TokenBatch, rest: Tensor, count: Tensor) 
         slot = into[batch, source]
         members = torch.zeros_like(into).scatter_add_(1, into, member.long())
         more = Links(batch, slot, source, 1.0 / members[batch, slot].float())
-        links = Links(
-            *(torch.cat([getattr(x, f) for x in (links, more)]) for f in ("batch", "slot", "source", "weight"))
-        )
+        links = Links(*(torch.cat(pair) for pair in zip(vars(links).values(), vars(more).values(), strict=True)))
     return target, links
 
 

@@ -80,12 +80,7 @@ class VisionZip(AttentionGuided):
         members = torch.zeros_like(slots).scatter_add_(1, into, member.long())
         home, self_ = (target & (members > 0)).nonzero(as_tuple=True)
         extra = int(self.weights == "mean")
-        weight = torch.cat(
-            [
-                1.0 / (members[batch, slot] + extra).float(),
-                1.0 / (members[home, self_] * extra + 1).float(),
-            ]
-        )
+        weight = 1.0 / torch.cat([members[batch, slot] + extra, members[home, self_] * extra + 1]).float()
         links = Links(torch.cat([batch, home]), torch.cat([slot, self_]), torch.cat([source, self_]), weight)
         return Reduction(kept, valid, links)
 

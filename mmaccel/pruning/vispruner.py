@@ -85,9 +85,8 @@ def drop_similar(features: Tensor, score: Tensor, among: Tensor, count: Tensor, 
         even, odd = order[:, 0::2], order[:, 1::2]
         places = torch.arange(even.shape[1])
         real_even, real_odd = places < evens[:, None], places[: odd.shape[1]] < odds[:, None]
-        masks = torch.cat([real_even, real_odd, real_even & (places >= drop[:, None])], 1).to(
-            x.device, non_blocking=True
-        )
+        masks = torch.cat([real_even, real_odd, real_even & (places >= drop[:, None])], 1)
+        masks = masks.to(x.device, non_blocking=True)
         real_even, real_odd, stays = masks.split([even.shape[1], odd.shape[1], even.shape[1]], 1)
         stays = torch.cat([stays, real_odd], 1)
         similar, _ = most_alike(x, even, odd, real_odd, first=first)

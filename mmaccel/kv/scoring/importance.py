@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...core.masks import question
 from ...method import LayerAttention
-from ...method.blocks import row_blocks, upto
+from ...method.blocks import blocks_with, upto
 
 #: how a figure is reduced over the query heads of one key head
 Join = Literal["mean", "max", "sum"]
@@ -56,12 +56,7 @@ def share_seen(attention: LayerAttention, rows: Tensor, threshold: float) -> Ten
     """
     batch = len(rows)
     strong, entries = (torch.zeros(batch, device=rows.device, dtype=torch.float64) for _ in range(2))
-    counted = attention.once(_in_any_row, rows)
-    for start, stop in row_blocks(attention):
-        found = counted[start:stop].nonzero()[:, 0].tolist()
-        if not found:
-            continue
-        start, stop = start + found[0], start + found[-1] + 1
+    for start, stop in blocks_with(attention, attention.once(_in_any_row, rows)):
         # a ratio of probabilities is a difference of logits
         logits = upto(attention, stop).logits(start, stop)
         seen = (logits > -torch.inf) & rows[:, None, start:stop, None]
