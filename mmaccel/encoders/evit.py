@@ -44,7 +44,6 @@ class EViT(EncoderMethod):
     fuse: bool = True
 
     def check(self, family: TowerFacts) -> None:
-        """Refuse towers without a CLS token."""
         self.require_cls(family, "use 'tome' or 'pitome'")
 
     def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:

@@ -73,7 +73,6 @@ class PiToMe(EncoderMethod):
         return out
 
     def match(self, tokens: EncoderTokens, remove: int) -> Tensor:
-        """``keys [N, T, d]`` -> ``[N, T]``, the slot each token flows into."""
         margin = 0.9 * (1.0 - tokens.depth) if self.margin is None else self.margin
         return _MATCHING[self.matching](tokens.keys, remove, margin, tokens.protected)
 

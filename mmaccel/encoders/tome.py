@@ -127,7 +127,6 @@ class ToMe(EncoderMethod):
         return out
 
     def match(self, tokens: EncoderTokens, remove: int) -> Tensor:
-        """``keys [N, T, d]`` -> ``[N, T]``, the slot each token flows into."""
         if self.coarse:
             return coarse_matching(tokens.keys, remove, tokens.protected)
         return bipartite_soft_matching(tokens.keys, remove, tokens.protected)

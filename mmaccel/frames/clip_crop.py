@@ -65,7 +65,6 @@ class ClipCrop(FramesMethod):
     cut: float = 0.0
 
     def picture(self, image: PILImage, retain: float) -> PILImage:
-        """The region of one picture."""
         if retain >= 1:
             return image
         return image.crop(self.region(np.asarray(image.convert("RGB"))[None], retain))

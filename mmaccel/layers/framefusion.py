@@ -80,7 +80,6 @@ class FrameFusion(LayerMethod):
             )
 
     def fit(self, family: ModelFacts) -> FrameFusion:
-        """Replace shares of the depth by layers."""
         made = super().fit(family)
         assert isinstance(made, FrameFusion)
         if self.through is None or isinstance(self.through, int):
@@ -90,15 +89,12 @@ class FrameFusion(LayerMethod):
 
     @property
     def spreads(self) -> bool:
-        """With ``through``."""
         return self.through is not None
 
     def layers(self) -> range:
-        """All from ``layer`` to ``through``."""
         return range(int(self.layer), int(self.layer if self.through is None else self.through) + 1)
 
     def is_done(self, left: Tensor, count: Tensor) -> bool:
-        """Whether no picture needs another step."""
         return all(most == 0 and kept == there for most, kept, there in self.steps(left, count))
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:

@@ -66,7 +66,6 @@ class HOMER(Ranking, ChunkMethod):
             raise MmaccelError("homer: a row of bias has no value; give one or more, for distances from 0 on.")
 
     def check(self, family: ModelFacts) -> None:
-        """Also a calibration of another model."""
         super().check(family)
         if len(self.bias) not in (0, 1, family.depth):
             raise UnsupportedError(

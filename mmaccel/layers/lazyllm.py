@@ -49,5 +49,4 @@ class LazyLLM(Ranking, ReactivatingMethod):
     layer: float = 9
 
     def recall(self, figures: Mapping[str, Tensor], candidates: Tensor, count: Tensor) -> Tensor:
-        """``prompt_attention [B, n]``, ``candidates [B, n]``, ``count [B]`` -> the highest."""
         return top_mask(figures["prompt_attention"], candidates, count)

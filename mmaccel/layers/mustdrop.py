@@ -69,17 +69,14 @@ class MustDropFilter(LayerMethod):
     query: Literal["auto", "cls", "all"] = "auto"
 
     def fit(self, family: ModelFacts) -> Method:
-        """``auto`` becomes ``cls`` or ``all``; a share of the depth becomes a layer."""
         if self.query == "auto":
             return replace(self, query="cls" if family.has_cls else "all").fit(family)
         return super().fit(family)
 
     def taps(self) -> tuple[Tap, ...]:
-        """With ``protect``, the attention in the tower's last layer."""
         return (Tap("received_attention" if self.query == "all" else "cls_attention", (-1,)),) if self.protect else ()
 
     def check(self, family: ModelFacts) -> None:
-        """Refuse ``query="cls"`` on towers without a CLS token."""
         if self.protect and self.query == "cls":
             self.require_cls(family, "give query='all'")
 

@@ -60,7 +60,6 @@ class Sttm(LayerMethod):
     single: bool = False
 
     def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
-        """Nothing of attention."""
         return {}
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:

@@ -35,7 +35,6 @@ class VFlowOptInner(Ranking, LayerMethod):
     layer: float = 9
 
     def taps(self) -> tuple[Tap, ...]:
-        """The attention received in the layer that is read."""
         return (Tap("received_attention"),)
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
@@ -43,5 +42,4 @@ class VFlowOptInner(Ranking, LayerMethod):
         return size - round(size * (1 - retain))
 
     def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
-        """Nothing."""
         return {}

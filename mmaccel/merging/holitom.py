@@ -71,7 +71,6 @@ class HoliTomMerge(ProjectorMethod):
     layers: tuple[int | None, ...] = (None,)
 
     def taps(self) -> tuple[Tap, ...]:
-        """Received attention of ``layers``."""
         return (Tap("received_attention", tuple(self.layers)),)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:

@@ -53,7 +53,6 @@ class MustDropMerge(ProjectorMethod):
     layer: int = 0
 
     def taps(self) -> tuple[Tap, ...]:
-        """Hidden states after ``layer``."""
         return (Tap("features", (self.layer,)),)
 
     @by_row

@@ -48,7 +48,6 @@ class VFlowOptMerge(ProjectorMethod):
     cell: float = 15.6
 
     def taps(self) -> tuple[Tap, ...]:
-        """The attention received in the layer that is read."""
         return (Tap("received_attention"),)
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:

@@ -31,5 +31,4 @@ class AttentionReceived(Ranking, ProjectorMethod):
     layers: tuple[int | None, ...] = (None,)
 
     def taps(self) -> tuple[Tap, ...]:
-        """Received attention of ``layers``."""
         return (Tap("received_attention", tuple(self.layers)),)

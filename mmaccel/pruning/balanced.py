@@ -28,5 +28,4 @@ class Balanced(ProjectorMethod):
         return chosen.reduce(tokens, count)
 
     def remark(self, tokens: TokenBatch) -> str:
-        """Note of the method that chose, and the reason."""
         return f"{self.name}: spacetime, as it keeps most answers"

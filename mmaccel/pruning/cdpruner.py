@@ -61,7 +61,6 @@ class CDPruner(QuestionGuided):
     negate: bool = True
 
     def check(self, family: ModelFacts) -> None:
-        """The authors' variant needs CLIP."""
         if self.official and not self.clip:
             raise UnsupportedError(
                 "cdpruner with variant='official' reads the question with CLIP; name it with clip=, or leave out the variant."

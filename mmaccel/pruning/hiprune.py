@@ -51,7 +51,6 @@ class HiPrune(ProjectorMethod):
     deep: float | None = None
 
     def taps(self) -> tuple[Tap, ...]:
-        """Received attention of the two layers."""
         return (Tap("received_attention", (self.middle, self.deep)),)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:

@@ -53,11 +53,9 @@ class HiRED(ProjectorMethod):
     late: int | None = None
 
     def taps(self) -> tuple[Tap, ...]:
-        """CLS attention of the two layers."""
         return (Tap("cls_attention", (self.early, self.late)),)
 
     def check(self, family: ModelFacts) -> None:
-        """Refuse towers without a CLS token."""
         self.require_cls(family, "use 'fopru', 'attention-received' or 'divprune'")
 
     @property

@@ -65,11 +65,9 @@ class Learned(ProjectorMethod):
         return not self.selector or described(self.selector)[0].question
 
     def fit(self, family: ModelFacts) -> Learned:
-        """With the selector beside the model's weights, where none is named."""
         return self if self.selector else Learned(selector_folder(family))
 
     def check(self, family: ModelFacts) -> None:
-        """A selector must be there, and be that of this model."""
         if getattr(family, "model", None) is None:
             # a family as such: each of its models may have a selector
             return

@@ -56,7 +56,6 @@ class PruMerge(AttentionGuided):
     neighbours: int = 32
 
     def check(self, family: ModelFacts) -> None:
-        """The authors' variant needs the CLS token."""
         super().check(family)
         if self.official and self.query == "all":
             why = "which query='all' does not" if family.has_cls else f"which the vision tower of {family.name} lacks"
@@ -65,14 +64,12 @@ class PruMerge(AttentionGuided):
             )
 
     def taps(self) -> tuple[Tap, ...]:
-        """Attention and keys of ``layer``."""
         if self.official:
             return Tap("cls_attention_unsplit", (self.layer,)), Tap("keys_unsplit", (self.layer,))
         return (*super().taps(), Tap("keys", (self.layer,)))
 
     @property
     def foreseen(self) -> Foreseen:
-        """Unless the picture decides, every tile keeps its budget."""
         return "nothing" if self.adaptive else "budget"
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:

@@ -35,7 +35,6 @@ class RepresentationShift(ProjectorMethod):
     layer: float | None = None
 
     def taps(self) -> tuple[Tap, ...]:
-        """The shift of ``layer``."""
         return (Tap("shift", (self.layer,)),)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:

@@ -62,16 +62,13 @@ class SpecPC(DraftMethod):
 
     @property
     def joined(self) -> Literal["max", "sum"]:  # type: ignore[override]
-        """As rows and heads are."""
         return self.join
 
     @property
     def rows(self) -> int:
-        """The window."""
         return self.window
 
     def begin(self, depth: int) -> int:
-        """``layer`` of the draft."""
         return min(layer_at(self.layer, depth), depth - 1)
 
     def see(self, attention: LayerAttention, prompt: int) -> Tensor:
@@ -84,7 +81,6 @@ class SpecPC(DraftMethod):
         return paid.amax((1, 2)) if self.join == "max" else paid.sum((1, 2))
 
     def finalize(self, steps: Tensor, valid: Tensor) -> Tensor:
-        """All steps joined, and pooled along the prompt."""
         left = (self.kernel - 1) // 2
         score = pad(self.over(steps, valid), (left, self.kernel - 1 - left))[:, None]
         return (max_pool1d if self.pool == "max" else avg_pool1d)(score, self.kernel, stride=1)[:, 0]

@@ -61,7 +61,6 @@ class SpecPrefill(DraftMethod):
         return paid.amax(1)
 
     def finalize(self, steps: Tensor, valid: Tensor) -> Tensor:
-        """The mean over steps."""
         weight = valid.to(steps)[..., None]
         return (steps * weight).sum(1) / weight.sum(1)
 

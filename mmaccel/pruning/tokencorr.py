@@ -51,7 +51,6 @@ class TokenCorr(AttentionGuided):
     early: float = 0.5
 
     def taps(self) -> tuple[Tap, ...]:
-        """Attention of both layers, keys of the late one."""
         return (Tap(self._kind, (self.early, self.layer)), Tap("keys", (self.layer,)))
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:

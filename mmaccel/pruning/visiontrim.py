@@ -66,7 +66,6 @@ class VisionTrim(AttentionGuided, QuestionGuided):
     complement: float = 16 / 64
 
     def taps(self) -> tuple[Tap, ...]:
-        """Attention of ``layer``, and what else the score needs."""
         more = [Tap("patch_attention", (self.layer,))] if self.official else []
         if self.clip or not self.official:
             more.append(Tap("features"))

@@ -52,7 +52,6 @@ class VisionZip(AttentionGuided):
     weights: Literal["program", "mean"] = "program"
 
     def taps(self) -> tuple[Tap, ...]:
-        """Attention and keys of ``layer``."""
         return (*super().taps(), Tap("keys", (self.layer,)))
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:

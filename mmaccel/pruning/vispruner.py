@@ -47,7 +47,6 @@ class VisPruner(AttentionGuided):
     step: int | None = None
 
     def taps(self) -> tuple[Tap, ...]:
-        """Attention of ``layer``, and the inputs of the projector."""
         return (*super().taps(), Tap("features", (None,)))
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:

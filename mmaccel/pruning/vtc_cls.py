@@ -34,9 +34,7 @@ class VtcCls(Ranking, ProjectorMethod):
     layers: tuple[int | None, ...] = (None,)
 
     def taps(self) -> tuple[Tap, ...]:
-        """CLS attention of ``layers``."""
         return (Tap("cls_attention", tuple(self.layers)),)
 
     def check(self, family: ModelFacts) -> None:
-        """Refuse towers without a CLS token."""
         self.require_cls(family, "use 'attention-received' or 'divprune'")

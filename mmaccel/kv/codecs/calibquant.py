@@ -57,23 +57,18 @@ class CalibQuant(Codec):
             raise MmaccelError("calibquant packs visual tokens only and all of them; leave out residual.")
 
     def formats(self, channels: int) -> tuple[Format, ...]:
-        """One format for keys and values."""
         return (Format(cast(Code, f"int{self.bits}"), "channel", self.page),)
 
     def packable(self, lengths: Tensor) -> Tensor:
-        """All ``lengths``."""
         return lengths
 
     def key_planes(self, keys: Tensor, cut: Cut, before: Pages | None) -> tuple[Plane, ...]:
-        """In the range of all these tokens."""
         return (self._plane(keys, cut, self._shrink(self.shrink_keys, 0.5)),)
 
     def value_planes(self, values: Tensor, cut: Cut) -> tuple[Plane, ...]:
-        """In the range of all these tokens."""
         return (self._plane(values, cut, self._shrink(self.shrink_values, 0.3)),)
 
     def meta(self, cut: Cut) -> Tensor:
-        """All pages of a head share their scales."""
         return cut.head
 
     def _shrink(self, given: float | None, at_one_bit: float) -> float:

@@ -32,5 +32,4 @@ class FP8(Codec):
     page: int = 64
 
     def formats(self, channels: int) -> tuple[Format, ...]:
-        """One format for keys and values."""
         return (Format("fp8", "token", channels),)

@@ -44,6 +44,5 @@ class KIVI(Codec):
     group: int = 32
 
     def formats(self, channels: int) -> tuple[Format, ...]:
-        """Keys along tokens, values along channels."""
         code = cast(Code, f"int{self.bits}")
         return Format(code, "channel", self.group), Format(code, "token", channel_group(self.group, channels))

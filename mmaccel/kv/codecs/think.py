@@ -68,7 +68,6 @@ class ThinK(KIVI):
         return order[:, : self.left(width)].sort(1).values.int()
 
     def key_planes(self, keys: Tensor, cut: Cut, before: Pages | None) -> tuple[Plane, ...]:
-        """One plane of the channels that stay."""
         chosen = before.keys[0].channels if before is not None else self.channels(keys, cut)
         if chosen is not None and cut.new is not None:
             chosen = torch.where(cut.new.flatten()[:, None], self.channels(keys, cut), chosen)

@@ -93,7 +93,6 @@ class VidKV(Codec):
         return super().by("official")
 
     def formats(self, channels: int) -> tuple[Format, ...]:
-        """Hard channels of the keys, easy ones, values."""
         # five digits a byte, where that leaves none of it empty; else two bits, which are read faster
         three = _THREE if self.page % 80 else _TERNARY
         return _TWO_BITS, _WAVES if self.fourier else _SIGN, three if self.value_bits == 1.58 else _TWO_BITS
@@ -159,5 +158,4 @@ class _Protected(VidKV):
     """The codec of the tokens that :class:`VidKV` protects: all of them are packed at the end of their prompt."""
 
     def packable(self, lengths: Tensor) -> Tensor:
-        """All ``lengths``."""
         return lengths

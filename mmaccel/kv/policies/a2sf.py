@@ -39,7 +39,6 @@ class A2SF(H2O):
     recent: float = 16
 
     def observe(self, attention: LayerAttention, before: Tensor) -> Tensor:
-        """``[B, Hkv, K]``: the decayed sums so far."""
         (weight, decay) = attention.once(self._weights)
         return before * decay + by_group(column_sums(attention, weight), before.shape[1], self.gqa)
 

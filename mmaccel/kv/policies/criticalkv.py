@@ -46,7 +46,6 @@ class CriticalKV(SnapKV):
         return True
 
     def check(self, family: ModelFacts) -> None:
-        """Refuse models whose output projections are not plain weights."""
         super().check(family)
         usable: dict[type, bool] = {nn.Parameter: True}
         for layer in family.attending:
@@ -61,7 +60,6 @@ class CriticalKV(SnapKV):
                 )
 
     def score(self, keys: KeyBatch) -> Tensor:
-        """``queries [B, Hq, W, D]``, ``keys [B, Hkv, K, D]``, ``outgoing [B, Hkv, K]``, ``count [B]`` -> ``[B, Hkv, K]``."""
         score = super().score(keys)
         assert keys.outgoing is not None and keys.count is not None
         among = (keys.valid if self.joint else keys.valid & keys.visual).repeat_interleave(score.shape[1], dim=0)

@@ -51,13 +51,11 @@ class DyCokeCache(Policy):
         return not self.official
 
     def score(self, keys: KeyBatch) -> Tensor:
-        """Zero for all keys: everything stays."""
         return torch.zeros(keys.keys.shape[:3], device=keys.keys.device)
 
     def recall(
         self, paid: Tensor, before: Tensor | None, visual: Tensor, count: Tensor, chosen: Tensor | None
     ) -> Tensor:
-        """``paid``, ``before``, ``visual``, ``chosen [B, n]``, ``count [B]`` -> ``[B, n]`` bool."""
         fresh = top_mask(paid, visual, count)
         if before is None or chosen is None:
             return fresh

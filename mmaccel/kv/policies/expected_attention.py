@@ -62,7 +62,6 @@ class ExpectedAttention(Policy):
             )
 
     def score(self, keys: KeyBatch) -> Tensor:
-        """``keys``, ``values [B, Hkv, K, D]``, ``expected`` ``[B, Hq, D]`` and ``[B, Hq, D, D]`` -> ``[B, Hkv, K]``."""
         assert keys.expected is not None
         heads, key = keys.keys.shape[1], keys.keys.float()
         first = keys.valid.cumsum(1) <= self.sinks

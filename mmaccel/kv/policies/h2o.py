@@ -38,10 +38,8 @@ class H2O(Policy):
     gqa: Literal["mean", "max", "sum"] = "mean"
 
     def observe(self, attention: LayerAttention, before: Tensor) -> Tensor:
-        """``[B, Hkv, K]``: the sums so far."""
         return before + by_group(column_sums(attention), before.shape[1], self.gqa)
 
     def score(self, keys: KeyBatch) -> Tensor:
-        """``received [B, Hkv, K]``."""
         assert keys.received is not None
         return keys.received

@@ -47,7 +47,6 @@ class InfiniPotV(Policy):
     pooled: bool = False
 
     def score(self, keys: KeyBatch) -> Tensor:
-        """``keys``, ``values [B, Hkv, K, D]``, ``cells [B, K, 3]``, ``count [B]`` -> ``[B, Hkv, K]``."""
         out = torch.linalg.vector_norm(keys.values, dim=-1, dtype=torch.float32)
         for clip in keys.once(self._clips):
             norms = out[clip.row][:, clip.at]

@@ -23,7 +23,6 @@ class KeyDiff(Policy):
     default_retain = 0.25
 
     def score(self, keys: KeyBatch) -> Tensor:
-        """``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
         normed = normalize(keys.keys.float(), dim=-1).masked_fill(~keys.valid[:, None, :, None], 0.0)
         anchor = normed.sum(2, keepdim=True) / keys.valid.sum(1).clamp(min=1)[:, None, None, None]
         return -torch.cosine_similarity(normed, anchor, dim=-1)

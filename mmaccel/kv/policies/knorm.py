@@ -22,5 +22,4 @@ class KNorm(Policy):
     default_retain = 0.25
 
     def score(self, keys: KeyBatch) -> Tensor:
-        """``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
         return -torch.linalg.vector_norm(keys.keys, dim=-1, dtype=torch.float32)

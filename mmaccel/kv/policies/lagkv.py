@@ -35,7 +35,6 @@ class LagKV(Policy):
     lag: int = 64
 
     def score(self, keys: KeyBatch) -> Tensor:
-        """``keys``, ``values [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
         slots, number, whole = keys.once(self._rivals)
         shape = keys.keys.shape[:3]
         out = torch.where(whole < 2, number / self.lag, torch.inf)[:, None].expand(shape)

@@ -42,7 +42,6 @@ class Quest(ReadingPolicy):
 
     @property
     def unit(self) -> int:
-        """A page."""
         return self.page
 
     def summarise(self, units: KeyUnits) -> dict[str, Tensor]:
@@ -54,7 +53,6 @@ class Quest(ReadingPolicy):
         return {"bounds": torch.cat([high.masked_fill(empty, 0.0), low.masked_fill(empty, 0.0)], dim=-1)}
 
     def rate(self, step: ReadStep) -> Tensor:
-        """The bound of every page."""
         return page_bounds(step.query, step.summary["bounds"], self.reduce)
 
     def wanted(self, count: Tensor, there: Tensor) -> Tensor:

@@ -49,7 +49,6 @@ class SnapKV(Policy):
     gqa: Literal["mean", "max", "sum"] = "mean"
 
     def score(self, keys: KeyBatch) -> Tensor:
-        """``queries [B, Hq, W, D]``, ``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
         score, own = window_attention(keys)
         score = by_group(score, keys.keys.shape[1], self.gqa)
         pool = avg_pool1d if self.pooling == "avg" else max_pool1d

@@ -58,7 +58,6 @@ class SpecKV(DraftPolicy):
     pooling: Literal["max", "avg"] = "max"
 
     def score(self, keys: KeyBatch) -> Tensor:
-        """``queries [B, Hq, W, D]``, ``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
         if self.reduce == "mean":
             paid, own = window_attention(keys)
             score = by_group(paid, keys.keys.shape[1], "mean")

@@ -127,15 +127,12 @@ class SqueezedAttention(ReadingPolicy):
     # --- a step ---------------------------------------------------------------------------------------------------
     @property
     def partial(self) -> bool:
-        """Leave out clusters below the threshold."""
         return True
 
     def wanted(self, count: Tensor, there: Tensor) -> Tensor:
-        """At most ``ceiling`` times the budget."""
         return torch.minimum((count * self.ceiling).long(), there)
 
     def rate(self, step: ReadStep) -> Tensor:
-        """``[B, Hkv, P]`` float32: the estimate of every key."""
         estimates = self.estimate(step.query[:, :, None], step.summary, step.scaling)[:, :, 0]
         return estimates.gather(2, step.summary["labels"].long())
 

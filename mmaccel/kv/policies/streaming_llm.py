@@ -34,7 +34,6 @@ class StreamingLLM(Policy):
     sinks: int = 4
 
     def score(self, keys: KeyBatch) -> Tensor:
-        """``index [B, K]`` -> ``[B, Hkv, K]``."""
         score = keys.index.float()
         score = score.masked_fill(keys.valid.cumsum(1) <= self.sinks, torch.inf).masked_fill(~keys.valid, -torch.inf)
         return score[:, None].expand(-1, keys.keys.shape[1], -1)

@@ -43,7 +43,6 @@ class TokenSelect(ReadingPolicy):
 
     @property
     def mixes_heads(self) -> bool:
-        """All heads vote."""
         return True
 
     def rate(self, step: ReadStep) -> Tensor:

@@ -26,7 +26,6 @@ class Tova(Policy):
     window = 1
 
     def score(self, keys: KeyBatch) -> Tensor:
-        """``queries [B, Hq, 1, D]``, ``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
         heads = keys.keys.shape[1]
         paid = importance(keys.queries[:, :, -1:], keys.keys, scaling=keys.scaling, valid=keys.valid)
         paid = of_first_keys(paid, keys.keys, keys.valid).mean(1)

@@ -33,6 +33,5 @@ class VATP(H2O):
     sinks: int = 20
 
     def score(self, keys: KeyBatch) -> Tensor:
-        """``received [B, Hkv, K]``, ``values [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
         assert keys.received is not None
         return keys.received * torch.linalg.vector_norm(keys.values, 1, dim=-1, dtype=torch.float32)

@@ -51,7 +51,6 @@ class WindowKV(Policy):
     layer_budget: str = "pyramid:1.75"
 
     def score(self, keys: KeyBatch) -> Tensor:
-        """``queries [B, Hq, W, D]``, ``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``, the same for all heads."""
         paid, own = window_attention(keys)
         number, place, most = keys.once(self._windows, own)
         slot = (number * self.width + place)[:, None].expand_as(paid)
