@@ -23,8 +23,7 @@ class FastV(Ranking, LayerMethod):
 
     Paper and program: the program runs layer ``K - 1`` with eager attention to get its probabilities, and its ports to
     other libraries run that layer a second time. Here the scores are computed from the one query that is needed and the
-    layer's keys: no second forward and no attention matrix. The program takes one image at a fixed place of a batch of one,
-    and rounds the count half to even.
+    layer's keys: no second forward and no attention matrix. The program takes one image at a fixed place of a batch of one.
     """
 
     name = "fastv"

@@ -37,7 +37,7 @@ class HoliTomInner(LayerMethod):
 
     Paper and program: the paper says that tokens are merged into the most similar one; the running average is the
     program's. Its script for the 72B model sets variables that are no longer read, so no inner merging happened there. It
-    takes one video at a fixed place of a batch of one, and rounds the count half to even.
+    takes one video at a fixed place of a batch of one.
     """
 
     name = "holitom-inner"

@@ -88,10 +88,10 @@ class MovieChatMemory(MovieChat):
         merged: list[list[tuple[int, float]]] = []
         for fragment in fragments:
             run, weight = consolidate(x[fragment.start : fragment.stop], min(self.merge, len(fragment)), self.official)
-            told = list(zip(fragment, weight.tolist(), strict=True))
-            merged += [
-                [one for one, at in zip(told, run.tolist(), strict=True) if at == i] for i in range(int(run.max()) + 1)
-            ]
+            groups: list[list[tuple[int, float]]] = [[] for _ in range(int(run.max()) + 1)]
+            for frame, share, at in zip(fragment, weight.tolist(), run.tolist(), strict=True):
+                groups[at].append((frame, share))
+            merged += groups
         newest = fragments[-1]
         free = min(self.merge, len(newest))
         short = max(0, min(len(newest) - free, room - len(merged)))

@@ -22,6 +22,11 @@ def filled(kept: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     return kept | top_mask(kept.float(), valid & ~kept, count - kept.sum(1))
 
 
+def part_of(room: Tensor, part: float) -> Tensor:
+    """``[N]`` long: how many of ``room [N]`` tokens a ``part`` is: an int a count, a float a share, rounded half up."""
+    return room.clamp(max=part) if isinstance(part, int) else (room * part + 0.5).long()
+
+
 def beside(tokens: TokenBatch, steps: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
     """For every one of ``steps`` (rows down, columns right, at most one) the slot of each token's neighbour in its frame,
     ``[N, n]`` long, and which tokens have one, ``[N, n]`` bool."""

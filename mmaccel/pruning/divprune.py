@@ -32,7 +32,7 @@ class DivPrune(ProjectorMethod):
     Paper and program: the program does not exclude tokens it has picked, so once fewer than ``count`` distinct directions
     are left it picks tokens again and returns duplicates; here every token is picked once, and the count is met. It works
     on all tokens of the assembled image, including newlines, in half precision; so does this (``unit = "picture"``), in
-    float32. It rounds the count half to even.
+    float32.
     """
 
     name = "divprune"

@@ -34,5 +34,4 @@ class FasterVLM(AttentionGuided):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """Attention ``[N, n]``, ``count [N]`` -> the highest; tokens without a source are dropped first."""
-        score, _ = self.attention(tokens)
-        return Reduction.top(score, tokens.valid, count)
+        return Reduction.top(self.attention(tokens)[0], tokens.valid, count)

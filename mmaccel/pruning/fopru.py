@@ -32,8 +32,7 @@ class FoPru(AttentionGuided):
     layer : tower layer; the default is the one read, CLIP's last but one.
 
     Paper and program: no program is public. Which rows of the attention map the paper averages, its rounding and the partial
-    row are our reading; ``variant="official"`` takes ``int(retain * n)`` tokens, and ``round(retain * h)`` whole rows where a
-    picture is one grid without newlines. The authors publish no numbers to compare with.
+    row are our reading; the authors publish no numbers to compare with.
     """
 
     name = "fopru"

@@ -13,7 +13,7 @@ from ..core.reduction import Links, Reduction, top_mask
 from ..method import AttentionGuided, QuestionGuided, Tap, TokenBatch, register
 from ..method.question import question_words
 from ..method.tokens import by_row
-from ._shared import beside, filled
+from ._shared import beside, filled, part_of
 
 #: rounds in which the members of a complement are found
 _ROUNDS = 3
@@ -76,10 +76,7 @@ class VisionTrim(AttentionGuided, QuestionGuided):
         """Attention ``[N, n]``, tower features ``[N, n, d]``, ``question [N, q, D]``, ``count [N]`` -> both kinds."""
         (attention, seen), valid = self.attention(tokens), tokens.valid
         room = torch.minimum(count.to(valid.device), seen.sum(1))
-        if isinstance(self.complement, int):
-            merged = room.clamp(max=self.complement)
-        else:
-            merged = (room * self.complement + 0.5).long()
+        merged = part_of(room, self.complement)
         if self.official:
             received = tokens.signals["patch_attention"][:, 0].float()
             score = 0.5 * _unit(attention, seen) + 0.5 * _unit(received, seen)

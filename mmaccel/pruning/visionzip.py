@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 from ..core.masks import leftmost
 from ..core.reduction import Links, Reduction, top_mask
 from ..method import AttentionGuided, Tap, TokenBatch, register
-from ._shared import filled
+from ._shared import filled, part_of
 
 
 @register
@@ -58,10 +58,7 @@ class VisionZip(AttentionGuided):
         """Attention ``[N, n]``, keys ``[N, n, d]``, ``count [N]`` -> dominant and contextual tokens."""
         (score, seen), valid, count = self.attention(tokens), tokens.valid, count.to(tokens.valid.device)
         room = torch.minimum(count, seen.sum(1))
-        if isinstance(self.contextual, int):
-            merged = room.clamp(max=self.contextual)
-        else:
-            merged = (room * self.contextual + 0.5).long()
+        merged = part_of(room, self.contextual)
         dominant = top_mask(score, seen, room - merged)
         target = strided(seen & ~dominant, merged)
         kept = filled(dominant | target, valid, count)

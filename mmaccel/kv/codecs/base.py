@@ -248,3 +248,12 @@ class Eligible:
 def channel_group(group: int, channels: int) -> int:
     """The group of channels that is used for heads of this size: the largest that divides both."""
     return gcd(group, channels)
+
+
+def channel_ranges(x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest value of every channel in runs of ``x [total, D]`` of ``lengths [N]`` rows: ``[N, D]`` float32 each,
+    zero for an empty run."""
+    run = torch.repeat_interleave(lengths, output_size=len(x))[:, None].expand(-1, x.shape[1])
+    zeros, x = x.new_zeros(len(lengths), x.shape[1], dtype=torch.float32), x.float()
+    low, high = (zeros.scatter_reduce(0, run, x, end, include_self=False) for end in ("amin", "amax"))
+    return low, high

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, cast
 
-import torch
 from mmaccel_kernels.pack import Shared, kept, meta_type, quantise
 from mmaccel_kernels.pages import Code, Format, Pages, Plane
 from torch import Tensor
 
 from ...errors import MmaccelError
 from ...method import register
-from .base import Codec, Cut
+from .base import Codec, Cut, channel_ranges
 
 
 @register
@@ -76,14 +75,7 @@ class CalibQuant(Codec):
 
     def _plane(self, x: Tensor, cut: Cut, shrink: float) -> Plane:
         format, lengths = self.formats(x.shape[1])[0], cut.lengths.flatten()
-        head = torch.repeat_interleave(lengths, output_size=len(x))[:, None].expand(-1, x.shape[1])
-        low, high = (
-            x.new_zeros(len(lengths), x.shape[1], dtype=torch.float32).scatter_reduce(
-                0, head, x.float(), reduce, include_self=False
-            )
-            for reduce in ("amin", "amax")
-        )
-        low, high = low * shrink, high * shrink
+        low, high = (end * shrink for end in channel_ranges(x, lengths))
         scale = (high - low) / (format.levels - 1)
         scale, low = (kept(of[:, None], meta_type(x.dtype)) for of in (scale, low))
         shared = Shared(scale, low, cut.head.int())

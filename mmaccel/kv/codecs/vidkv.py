@@ -14,7 +14,7 @@ from ...core.reduction import top_mask
 from ...errors import MmaccelError
 from ...method import register
 from ...method.base import Variant
-from .base import Codec, Cut
+from .base import Codec, Cut, channel_ranges
 
 _TWO_BITS, _SIGN, _WAVES, _THREE, _TERNARY = (
     Format("int2", "channel", 32),
@@ -116,13 +116,7 @@ class VidKV(Codec):
 
         Returns ``[B, k]`` long, ascending; ``k = int(D (key_bits - 1))``, as in the program, and at least 1.
         """
-        row = torch.repeat_interleave(lengths.sum(1), output_size=len(keys))[:, None].expand(-1, keys.shape[1])
-        low, high = (
-            keys.new_zeros(len(lengths), keys.shape[1], dtype=torch.float32).scatter_reduce(
-                0, row, keys.float(), reduce, include_self=False
-            )
-            for reduce in ("amin", "amax")
-        )
+        low, high = channel_ranges(keys, lengths.sum(1))
         count = max(1, int(keys.shape[1] * (self.key_bits - 1)))
         # stable: of equal ranges the lower channel comes first
         order = (high - low).argsort(dim=1, descending=True, stable=True)

@@ -49,12 +49,16 @@ class SnapKV(Policy):
     gqa: Literal["mean", "max", "sum"] = "mean"
 
     def score(self, keys: KeyBatch) -> Tensor:
-        score, own = window_attention(keys)
-        score = by_group(score, keys.keys.shape[1], self.gqa)
-        pool = avg_pool1d if self.pooling == "avg" else max_pool1d
-        # in double precision, so that sums of the same few terms in another order are equal after rounding
-        score = pool(score.double(), self.kernel, stride=1, padding=self.kernel // 2).float()
-        return score.masked_fill(own[:, None], torch.inf).masked_fill(~keys.valid[:, None], -torch.inf)
+        paid, own = window_attention(keys)
+        return smoothed(by_group(paid, keys.keys.shape[1], self.gqa), own, keys, self.pooling, self.kernel)
+
+
+def smoothed(score: Tensor, own: Tensor, keys: KeyBatch, pooling: Literal["avg", "max"], kernel: int) -> Tensor:
+    """``score [B, Hkv, K]`` pooled over ``kernel`` neighbours; the keys ``own [B, K]`` of the last queries always stay."""
+    pool = avg_pool1d if pooling == "avg" else max_pool1d
+    # in double precision, so that sums of the same few terms in another order are equal after rounding
+    score = pool(score.double(), kernel, stride=1, padding=kernel // 2).float()
+    return score.masked_fill(own[:, None], torch.inf).masked_fill(~keys.valid[:, None], -torch.inf)
 
 
 def window_attention(keys: KeyBatch) -> tuple[Tensor, Tensor]:

@@ -6,14 +6,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d, max_pool1d
 
 from ...method import DraftPolicy, KeyBatch, LayerAttention, register
 from ...method.blocks import row_blocks
 from ...method.model_options import Loaded
 from ..scoring.copies import of_first_keys
 from ..scoring.importance import by_group
-from .snapkv import own_keys, window_attention, window_sight
+from .snapkv import own_keys, smoothed, window_attention, window_sight
 
 
 @register
@@ -63,10 +62,7 @@ class SpecKV(DraftPolicy):
             score = by_group(paid, keys.keys.shape[1], "mean")
         else:
             score, own = most_paid(keys)
-        pool = avg_pool1d if self.pooling == "avg" else max_pool1d
-        # in double precision, so that sums of the same few terms in another order are equal after rounding
-        score = pool(score.double(), self.kernel, stride=1, padding=self.kernel // 2).float()
-        return score.masked_fill(own[:, None], torch.inf).masked_fill(~keys.valid[:, None], -torch.inf)
+        return smoothed(score, own, keys, self.pooling, self.kernel)
 
 
 def most_paid(keys: KeyBatch) -> tuple[Tensor, Tensor]:
