@@ -66,7 +66,7 @@ def _words(limit: Limit) -> str:
     if not limit.startswith(("[", "(")):
         words = {"odd": "an odd number", "odd or 0": "an odd number or 0", "not empty": "a tuple of one or more values"}
         return words[limit]
-    kinds = ("an int, ", "a float, ") if " or " in limit else ("",)
+    kinds = ("an int, ", "a share (float), ") if " or " in limit else ("",)
     ranges = [
         ("at least " if left == "[" else "greater than ")
         + low

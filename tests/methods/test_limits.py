@@ -57,7 +57,7 @@ REFUSED = (
     ("pool", (-1, 2, -3), "an odd number or 0"),
     ("layers", ((),), "a tuple of one or more values"),
     ("bits", (1, 1.58), "1.5 or 2"),
-    ("heads", (0, -1, 0.0, 1.5, True), "an int, at least 1, or a float, greater than 0.0 and at most 1.0"),
+    ("heads", (0, -1, 0.0, 1.5, True), "an int, at least 1, or a share (float), greater than 0.0 and at most 1.0"),
     ("mode", ("max", ""), "'sum' or 'mean'"),
 )
 

@@ -412,7 +412,7 @@ def test_loops_beams_and_no_cache(family: str) -> None:
         (
             "llava",
             Stage("homer", 0.3, {"layer": -1}),
-            "`layer` of homer must be an int, at least 0, or a float, .* got -1",
+            "`layer` of homer must be an int, at least 0, or a share .* got -1",
         ),
         ("llava", Stage("homer", 0.3, {"length": -1}), "`length` of homer must be at least 0, got -1"),
         ("llava", Stage("homer", 0.3, {"bias": ((0.0,), (0.0,))}), "rows for 2 layers, and this llava model has 4"),
