@@ -46,7 +46,6 @@ class CalibQuant(Codec):
     shrink_values: float | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not self.visual_only or self.text_only:
             raise MmaccelError(
                 "calibquant has one range for all visual tokens of a prompt and none for text; leave out visual_only and "
@@ -54,6 +53,7 @@ class CalibQuant(Codec):
             )
         if self.residual:
             raise MmaccelError("calibquant packs visual tokens only and all of them; leave out residual.")
+        super().__post_init__()
 
     def formats(self, channels: int) -> tuple[Format, ...]:
         return (Format(cast(Code, f"int{self.bits}"), "channel", self.page),)
