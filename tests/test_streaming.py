@@ -83,13 +83,13 @@ def test_frames_are_counted_on(family: str) -> None:
     seen = []
     for stretch in range(6):
         one.push(film(family, 4, stretch))
-        kinds = one._state.shared.grid_table[0]
+        kinds = one._state.shared.places.grid_table[0]
         seen.append(int(kinds[:, 1].max()))
         assert set(kinds[:, 0].tolist()) == {-1, 0}
     assert seen == [seen[0] + i * (seen[0] + 1) for i in range(6)]
     for layer in one._state.layers:
         for head in layer.index.index[0].reshape(-1, len(layer.index)):
-            held = one._state.shared.grid_table[0][head[head >= 0].long()]
+            held = one._state.shared.places.grid_table[0][head[head >= 0].long()]
             stretches = (held[:, 1][held[:, 0] >= 0] // (seen[0] + 1)).unique().tolist()
             assert len(stretches) >= 2 and stretches[-1] == 5
             assert head[: one._prefix].tolist() == list(range(one._prefix))
@@ -269,8 +269,8 @@ def test_a_session_ends_with_the_positions_of_the_model(family: str, monkeypatch
     one.push(film(family, 4))
     wanted = one.ask("what is it?", 4)
     config = one.model.config.get_text_config()
-    left = int(one._state.seen - one._state.offset.min()) + int(
-        0 if one._state.ahead is None else one._state.ahead.max()
+    left = int(one._state.seen - one._state.positions.offset.min()) + int(
+        0 if one._state.positions.ahead is None else one._state.positions.ahead.max()
     )
     monkeypatch.setattr(config, "max_position_embeddings", left + 2)
     # a factor of scaled RoPE counts, and the rotary embeddings have been made with it

@@ -21,7 +21,7 @@ from ..core.transformers_api import check as check_transformers
 from ..errors import UnsupportedError
 from ..families import Family, family_of
 from ..families.base import Wrapper
-from ..kv.cache import pinned_of, state_of
+from ..kv.cache import state_of, static_view_of
 from ..recipe import Positions, Proportional, Recipe, RecipeLike, Variant, get_recipe
 from ..runtime.build import make_runs, plan_for_call, plan_model
 from ..runtime.cache.eviction import hook_queries
@@ -202,7 +202,7 @@ class Accelerator(Handle):
 
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Open a call for a direct forward; ``generate`` has opened one already."""
-        if pinned_of(kwargs) is not None:
+        if static_view_of(kwargs) is not None:
             return None
         self._drop_stale(module)
         if current(self.plan) is not None and "mmaccel" not in kwargs:
@@ -227,7 +227,7 @@ class Accelerator(Handle):
             pop(call)
 
     def _close(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        if pinned_of(kwargs) is not None:
+        if static_view_of(kwargs) is not None:
             return None
         call = current(self.plan)
         if call is None or call.inputs.opened_by is not module:
@@ -242,7 +242,7 @@ class Accelerator(Handle):
         self._last = call
 
     def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if pinned_of(kwargs) is not None:
+        if static_view_of(kwargs) is not None:
             return None
         call = current(self.plan)
         if call is None:

@@ -28,6 +28,7 @@ from ..errors import UnsupportedError
 from .index import KeyIndex
 from .layer import bare_bytes as bare_token_bytes
 from .packed import QuantisedLayer
+from .positions import NextPositions
 from .recurrent import RecurrentLayer, states_of
 from .shared import Shared
 from .static_view import QuerySpec, Reader, StaticView
@@ -56,22 +57,13 @@ class CacheState:
         return self.layers[0].seen
 
     @property
-    def offset(self) -> Tensor | None:
-        """``[B]`` long, see :class:`.shared.Shared`."""
-        return self.shared.offset
+    def positions(self) -> NextPositions:
+        """Next positions of the rows."""
+        return self.shared.positions
 
-    @offset.setter
-    def offset(self, offset: Tensor | None) -> None:
-        self.shared.offset = offset
-
-    @property
-    def ahead(self) -> Tensor | None:
-        """``[B]`` long, see :class:`.shared.Shared`."""
-        return self.shared.ahead
-
-    @ahead.setter
-    def ahead(self, ahead: Tensor | None) -> None:
-        self.shared.ahead = ahead
+    @positions.setter
+    def positions(self, positions: NextPositions) -> None:
+        self.shared.positions = positions
 
     def finalize(self, whole: bool) -> None:
         """The forward is over, as a ``whole`` or broken off."""
@@ -87,11 +79,12 @@ class CacheState:
         """Let nothing move for ``steps`` tokens to come, until :meth:`unpin`; in the tensors of what it was pinned to
         ``before``, where they serve. For ``query_spec`` and ``readers`` see :class:`.static_view.StaticView`."""
         self.unpin()
-        if self.offset is None:
+        offset, weights = self.positions.offset, self.shared.places.weights
+        if offset is None:
             raise RuntimeError("a cache that holds no reduced prompt cannot be pinned")
-        if before is None or self.shared.weights is not None or not before.again(self.offset, steps, query_spec):
-            before = StaticView(self.layers, self.offset, steps, query_spec, readers, self.shared.weights)
-        self.shared.pinned = before
+        if before is None or weights is not None or not before.again(offset, steps, query_spec):
+            before = StaticView(self.layers, offset, steps, query_spec, readers, weights)
+        self.shared.static_view = before
         return before
 
     def unpin(self) -> None:
@@ -144,10 +137,10 @@ def state_of(cache: Any) -> CacheState | None:
     return getattr(cache, "mmaccel", None)
 
 
-def pinned_of(kwargs: Mapping[str, Any]) -> StaticView | None:
+def static_view_of(kwargs: Mapping[str, Any]) -> StaticView | None:
     """Static view of the cache among the arguments of a forward, if it has one."""
     state = state_of(cache_in(kwargs))
-    return None if state is None else state.shared.pinned
+    return None if state is None else state.shared.static_view
 
 
 def cache_bytes(cache: Any) -> int:
@@ -229,7 +222,7 @@ def adopt(cache: Cache, layers: int, valid: Tensor | None, recurrent: Collection
             padded = valid is not None and not bool(valid.all())
             first = KeyIndex(places if valid is None else places.masked_fill(~valid, -1), padded, stored)
             lengths = valid.sum(1) if valid is not None else torch.full((len(old.keys),), stored)
-            state.offset = stored - lengths.to(old.keys.device)
+            state.positions.offset = stored - lengths.to(old.keys.device)
         new.keys, new.values = in_attention_dtype(old.keys, old.values)
         new.dtype, new.device, new.bare_bytes = old.keys.dtype, old.device, bare_token_bytes(old.keys, old.values)
         new.is_initialized, new.seen, new.index = True, stored, first

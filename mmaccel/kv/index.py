@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,13 @@ def leftmost(there: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tens
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Move a tensor from the host or another device without waiting for the work of ``device``."""
     return x.to(device, non_blocking=device.type != "cpu")
+
+
+def select_rows(holder: Any, names: Iterable[str], rows: Tensor) -> None:
+    """Keep, repeat or reorder rows of the batch in the tensors that ``holder`` has by these ``names``; None stays None."""
+    for name in names:
+        if (tensor := getattr(holder, name)) is not None:
+            setattr(holder, name, tensor[to_device(rows, tensor.device)])
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from ..errors import MmaccelError
 from .decoding import reads_as_stored
 from .forward_info import ForwardInfo
 from .growable import append, trimmed
-from .index import KeyIndex, leftmost, to_device
+from .index import KeyIndex, leftmost, select_rows, to_device
 from .ragged import Ragged
 from .shared import Shared
 
@@ -67,10 +67,7 @@ class ScheduleState:
 
     def select(self, rows: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
-        for name in _BY_ROW:
-            tensor = getattr(self, name)
-            if tensor is not None:
-                setattr(self, name, tensor[rows.to(tensor.device)])
+        select_rows(self, _BY_ROW, rows)
         self.queries, self.places = (
             tuple(x[rows.to(x.device)] for x in blocks) for blocks in (self.queries, self.places)
         )
@@ -241,8 +238,8 @@ class CompressedLayer(DynamicLayer):
         """Store the new keys and values; returns all that are to be read, ``[B, Hkv, K, D]``."""
         given = key_states, value_states
         key_states, value_states = in_attention_dtype(*given)
-        if self.shared.pinned is not None:
-            return self.shared.pinned.layers[self.number].write(key_states, value_states)
+        if self.shared.static_view is not None:
+            return self.shared.static_view.layers[self.number].write(key_states, value_states)
         incoming, new = self.shared.incoming, key_states.shape[-2]
         expected_new_tokens = None if incoming is None else incoming.expected_new_tokens
         self._note(incoming, key_states.shape[0], new, key_states.device)

@@ -53,10 +53,10 @@ class Parked:
         places = self.places.masked_fill(gone, -1)
         return replace(self, places=places, lengths=(places >= 0).sum(1).cpu())
 
-    def select(self, rows: Tensor) -> Parked:
-        """Keep, repeat or reorder rows of the batch."""
+    def select(self, rows: Tensor, on_host: Tensor) -> Parked:
+        """Keep, repeat or reorder rows of the batch; ``on_host`` are the same on the CPU."""
         planes = {name: x[rows.to(x.device)] for name, x in self.planes.items()}
-        return Parked(self.places[rows.to(self.places.device)], self.lengths[rows.cpu()], planes)
+        return Parked(self.places[rows.to(self.places.device)], self.lengths[on_host], planes)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held."""
@@ -104,14 +104,16 @@ class ReactivationMemory:
             yield from (*waiting.aside.tensors(), waiting.stayed)
 
     def copy(self) -> ReactivationMemory:
-        """The same, to be changed by itself. Tensors are not copied, since they are never changed in place."""
+        """A copy to change independently. Tensors are not copied, since they are never changed in place."""
         return replace(self, at=dict(self.at))
 
-    def select(self, rows: Tensor) -> None:
-        """Keep, repeat or reorder rows of the batch."""
+    def select(self, rows: Tensor, on_host: Tensor) -> None:
+        """Keep, repeat or reorder rows of the batch; see :class:`.shared.Memory`."""
         self.visual = self.visual[rows.to(self.visual.device)]
         for layer, waiting in self.at.items():
-            self.at[layer] = Waiting(waiting.aside.select(rows), waiting.stayed[rows.to(waiting.stayed.device)])
+            self.at[layer] = Waiting(
+                waiting.aside.select(rows, on_host), waiting.stayed[rows.to(waiting.stayed.device)]
+            )
 
     def crop(self, seen: int) -> None:
         """Forget the places from ``seen`` on."""

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from ..core import masks
 from ..method.sparse_read import Picked
-from .index import KeyIndex, leftmost
+from .index import KeyIndex, leftmost, select_rows
 from .listing import Listing, PageSlots
 
 #: see :meth:`mmaccel.method.ReadingPolicy.wanted`
@@ -238,26 +238,33 @@ class SparseMemory:
         held = [x for x in (self.count, self.paid, self.chosen, self.level) if x is not None]
         return held + [x for layer in self.layers.values() for x in layer.tensors()]
 
-    def to(self, device: torch.device) -> SparseMemory:
-        """The same on another device."""
-        paid, chosen = (None if x is None else x.to(device) for x in (self.paid, self.chosen))
-        return replace(self, count=self.count.to(device), paid=paid, chosen=chosen)
-
-    def moved(self) -> SparseMemory:
-        """The part that stays valid when places, or the slots of keys, have changed."""
-        return SparseMemory(self.count, level=self.level)
+    def move(self, device: torch.device) -> None:
+        """Move what the layer below chooses by to another device."""
+        self.count = self.count.to(device)
+        self.paid, self.chosen = (None if x is None else x.to(device) for x in (self.paid, self.chosen))
 
     def copy(self) -> SparseMemory:
-        """The same, to be changed by itself. Tensors are not copied, since they are never changed in place."""
+        """A copy to change independently. Tensors are not copied, since they are never changed in place."""
         return replace(self, layers=dict(self.layers))
 
-    def select(self, rows: Tensor) -> None:
-        """Keep, repeat or reorder rows of the batch."""
+    def crop(self, seen: int) -> None:
+        """Forget what every layer chose from, and what a step chose if any of the places from ``seen`` on are in it."""
+        self.layers = {}
+        if self.paid is not None and self.paid.shape[1] > seen:
+            self._forget_choice()
+
+    def rename(self, new: Tensor, held: Tensor) -> None:
+        """Forget all choices: they are made anew for the places that are left."""
+        self.layers = {}
+        self._forget_choice()
+
+    def _forget_choice(self) -> None:
+        self.paid = self.chosen = self.left_out = None
+
+    def select(self, rows: Tensor, on_host: Tensor) -> None:
+        """Keep, repeat or reorder rows of the batch; see :class:`.shared.Memory`."""
         self.left_out = None
-        for name in ("count", "paid", "chosen", "level"):
-            tensor = getattr(self, name)
-            if tensor is not None:
-                setattr(self, name, tensor[rows.to(tensor.device)])
+        select_rows(self, ("count", "paid", "chosen", "level"), rows)
         shared = {id(layer.choices): layer.choices for layer in self.layers.values()}
         made = {key: choices.select(rows) for key, choices in shared.items()}
         for number, layer in self.layers.items():

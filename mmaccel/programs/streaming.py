@@ -159,10 +159,10 @@ class VideoSession:
 
     def _check_positions(self, tokens: int, new: int = 0) -> None:
         """Raise MmaccelError if further ``tokens`` and ``new`` ones need more positions than the model has."""
-        begin = 0
-        if (offset := self._state.offset) is not None:
-            ahead = 0 if self._state.ahead is None else int(self._state.ahead.max())
-            begin = self._state.seen - int(offset.min()) + ahead
+        begin, positions = 0, self._state.positions
+        if positions.offset is not None:
+            ahead = 0 if positions.ahead is None else int(positions.ahead.max())
+            begin = self._state.seen - int(positions.offset.min()) + ahead
         limit = position_limit(self.model)
         if limit is not None and begin + tokens + new > limit:
             raise MmaccelError(

@@ -10,6 +10,7 @@ from harness import CacheRun, make
 from mmaccel_kernels.quest import page_bounds
 from torch import Tensor
 
+from mmaccel.kv.sparse import SparseMemory
 from mmaccel.method import Observed, ReadingPolicy
 
 
@@ -54,8 +55,8 @@ def quest(params: Params, arrays: Arrays) -> None:
     policy = make("quest", page=params["chunk_size"], layer=0)
     run = prompted(policy, params["token_budget"], keys)
     ours = read(run, query)
-    assert run.state.shared.sparse is not None
-    bounds = run.state.shared.sparse.layers[0].summary["bounds"]
+    assert run.state.shared.memory(SparseMemory) is not None
+    bounds = run.state.shared.memory(SparseMemory).layers[0].summary["bounds"]
     close(page_bounds(query[:, :, 0], bounds), arrays["out_page_bound"])
     assert torch.equal(ours, arrays["out_token_mask"])
     weight = attended(query, keys, ours)
@@ -95,8 +96,8 @@ def loki(params: Params, arrays: Arrays) -> None:
     assert torch.equal(ours, arrays["out_selected"])
     logits = torch.einsum("bhqd,bhkd->bhk", query, keys) * keys.shape[3] ** -0.5
     close(logits[ours], arrays["out_masked_logits"][ours])
-    assert run.state.shared.sparse is not None
-    summary = run.state.shared.sparse.layers[0].summary
+    assert run.state.shared.memory(SparseMemory) is not None
+    summary = run.state.shared.memory(SparseMemory).layers[0].summary
     low = torch.einsum("bhqd,bhdr,bhkr->bhk", query, summary["basis"], summary["keys"]) * keys.shape[3] ** -0.5
     close((low.softmax(-1) * ours).sum(-1), arrays["out_alpha"])
 

@@ -194,7 +194,7 @@ class CacheRun:
             self.forward: Forward = Prompt(*given, PromptResult(layout, Reduction.identity(layout.valid)), ids)
         else:
             self.forward = Continuation(*given)
-        self.state.offset = torch.zeros(rows, dtype=torch.long)
+        self.state.positions.offset = torch.zeros(rows, dtype=torch.long)
         self.eviction = _Watched(self.forward, self.stage, self.state, self.seen)
         self.eviction.before_text(TextInputs({}))
         return self.eviction

@@ -97,7 +97,7 @@ class Stored:
             self.keys[number] = torch.cat([self.keys[number], new], dim=2)
         layout: Any = None if visual is None else SimpleNamespace(visual=visual)
         if visual is not None and any(group.of == "text" for group in self.groups):
-            self.state.shared.note_visual(visual, since)
+            self.state.shared.places.note_visual(visual, since)
         self.pack(layout, since, salient)
 
     def pack(self, layout: Any = None, since: int = 0, salient: torch.Tensor | None = None) -> None:

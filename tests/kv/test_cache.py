@@ -130,7 +130,7 @@ def test_a_row_of_the_cache_goes_on_alone(name: str) -> None:
         model(input_ids=forced[:, :1], past_key_values=cache, use_cache=True)
         row = copy.deepcopy(cache)
         row.batch_select_indices(torch.tensor([1]))
-        assert len(row.mmaccel.shared.grid_table) == 1 and row.mmaccel.nbytes() < cache.mmaccel.nbytes()
+        assert len(row.mmaccel.shared.places.grid_table) == 1 and row.mmaccel.nbytes() < cache.mmaccel.nbytes()
         for token in forced[:, 1:].T:
             both = model(input_ids=token[:, None], past_key_values=cache, use_cache=True).logits
             alone = model(input_ids=token[1:, None], past_key_values=row, use_cache=True).logits

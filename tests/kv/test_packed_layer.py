@@ -169,14 +169,14 @@ def test_text_and_visual_tokens_have_codecs_of_their_own() -> None:
     stored.check(0.2)
     # rows, tokens taken back, bytes
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in layer.tensors() if t.numel()}
-    assert stored.state.nbytes() == sum(held.values()) + stored.state.shared.visual.nbytes
+    assert stored.state.nbytes() == sum(held.values()) + stored.state.shared.places.visual.nbytes
     before = layer.stored()[0]
     layer.reorder_cache(torch.tensor([1, 0]))
     assert torch.equal(layer.stored()[0], before[[1, 0]])
     layer.crop(-20)
     assert all(max(part, default=0) < 117 for row in range(2) for part in places_of(layer, row))
     layer.reset()
-    assert layer.packs == () and layer.width == 0 and stored.state.shared.visual is None
+    assert layer.packs == () and layer.width == 0 and stored.state.shared.places.visual is None
 
 
 def test_packing_after_eviction_keeps_heads_of_their_own_lengths() -> None:

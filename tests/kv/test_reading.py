@@ -11,7 +11,7 @@ from laws import oracle
 from mmaccel import accelerated
 from mmaccel.core.budget import resolve
 from mmaccel.kv.index import KeyIndex
-from mmaccel.kv.sparse import SparseRead
+from mmaccel.kv.sparse import SparseMemory, SparseRead
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -34,12 +34,12 @@ def test_every_step_reads_what_it_attends_to(family: str, kind: str, shipped: bo
             logits.append(out.logits[:, -1])
             out = model(input_ids=token[:, None], past_key_values=cache, use_cache=True)
             state, read = cache.mmaccel, everything.clone()
-            visual = state.shared.grid_table[..., 0] >= 0
+            visual = state.shared.places.grid_table[..., 0] >= 0
             assert torch.equal(visual, oracle.visual(family, feed))
-            read[2:, :, 0, :length] = (state.shared.sparse.chosen | ~visual)[None]
+            read[2:, :, 0, :length] = (state.shared.memory(SparseMemory).chosen | ~visual)[None]
             read[..., length + len(held) + 1 :] = False
             held.append(read)
-            chosen.append(state.shared.sparse.chosen)
+            chosen.append(state.shared.memory(SparseMemory).chosen)
             assert model.mmaccel.stats()["kv_bytes"] == state.nbytes()
     logits.append(out.logits[:, -1])
     pads = ~feed["attention_mask"].bool()

@@ -242,9 +242,9 @@ def test_what_is_cropped_is_forgotten(name: str) -> None:
         cache.crop(int(visual[-3]) - cache.get_seq_length())
         model(input_ids=forced[:, :4], **held)
         state = cache.mmaccel
-        assert state.shared.grid_table.shape[1] == int(visual[-3])
+        assert state.shared.places.grid_table.shape[1] == int(visual[-3])
         model(input_ids=forced[:, :1], **held)
-        choices = state.shared.sparse.layers[2].choices
+        choices = state.shared.memory(SparseMemory).layers[2].choices
         assert int((choices.rated >= 0).sum()) == len(visual) - 3
         assert choices.always.shape[-1] == state.seen - len(visual) + 3
 
@@ -298,13 +298,12 @@ def test_packed_keys_are_read_as_they_are_stored(name: str, monkeypatch: pytest.
         stored = layer.stored()
         assert torch.equal(keys, stored[0])
         made = choose(policy, layer, query, keys, scaling)
-        shared = layer.shared.sparse
-        fresh = shared.moved()
+        memory = layer.shared.memory(SparseMemory)
+        fresh = layer.shared.keep(SparseMemory(memory.count, level=memory.level))
         # what is kept is what would be made of the keys as they are stored now
-        layer.shared.sparse = fresh
         again = choose(policy, layer, query, keys, scaling)
-        layer.shared.sparse = shared
-        kept, new = shared.layers[layer.number], fresh.layers[layer.number]
+        layer.shared.keep(memory)
+        kept, new = memory.layers[layer.number], fresh.layers[layer.number]
         assert kept.summary.keys() == new.summary.keys()
         read, wanted = (chosen_attention(query, *stored, one, scaling=scaling)[0] for one in (made, again))
         torch.testing.assert_close(read, wanted)
@@ -334,8 +333,8 @@ def shown(policy: ReadingPolicy, keys: KeyBatch) -> Any:
     table = torch.full((len(keys.index), int(keys.index.max()) + 1, 4), -1, dtype=torch.int32)
     rows, slots = keys.valid.nonzero(as_tuple=True)
     table[rows, keys.index[rows, slots]] = torch.cat([keys.picture[..., None], keys.cells], dim=-1).int()[rows, slots]
-    layer.shared.grid_table = table
-    layer.shared.sparse = SparseMemory(keys.count)
+    layer.shared.places.grid_table = table
+    layer.shared.keep(SparseMemory(keys.count))
     if policy.window:
         prepare_reads(policy, [layer], keys.scaling, {0: (keys.queries, keys.places >= 0)})
     return layer
@@ -545,7 +544,7 @@ def test_squeezed_attention_reads_clusters_above_one_threshold(reduce: str) -> N
     keys, query = step_of(policy)
     layer = shown(policy, keys)
     got = chosen(policy, layer, query)
-    memory = layer.shared.sparse
+    memory = layer.shared.memory(SparseMemory)
     summary, every = memory.layers[0].summary, []
 
     def combined(of: list[Tensor]) -> Tensor:
@@ -617,7 +616,7 @@ def test_layers_are_looked_at_together_as_each_alone(name: str, monkeypatch: pyt
     with accelerated(oracle.subject("llava"), recipe_of(name)) as model:
         for together in (sparse.TOGETHER, 1):
             monkeypatch.setattr(sparse, "TOGETHER", together)
-            layers = model(**feed, use_cache=True).past_key_values.mmaccel.shared.sparse.layers
+            layers = model(**feed, use_cache=True).past_key_values.mmaccel.shared.memory(SparseMemory).layers
             made.append([layers[number].summary for number in sorted(layers)])
     assert len(made[0]) == len(made[1]) == 3
     for one, other in zip(*made, strict=True):

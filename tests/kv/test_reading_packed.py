@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mmaccel import Recipe, Stage, accelerated
 from mmaccel.kv import decoding
+from mmaccel.kv.sparse import SparseMemory
 from mmaccel.runtime.cache import reading
 from mmaccel.runtime.call import readers
 
@@ -62,7 +63,7 @@ class Watch:
         mask = self.chosen[layer.number].mask(total).expand(-1, heads, -1, -1)
         there = layer.index.by_head[:, :, None] >= 0
         assert visible is None and not (mask & ~there).any()
-        table, shared = layer.shared.grid_table, layer.shared
+        table, shared = layer.shared.places.grid_table, layer.shared
         visual = (table[..., 0] >= 0)[:, None].expand(-1, layer.index.by_head.shape[1], -1)
         place = layer.index.by_head.long()
         is_visual = visual.gather(2, place.clamp(0, visual.shape[2] - 1)) & (place >= 0) & (place < visual.shape[2])
@@ -79,7 +80,7 @@ class Watch:
         torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
         self.reads += 1
         self.fewer += bool((mask[..., : layer.width] != there[..., : layer.width]).any())
-        assert shared.sparse.layers[layer.number].listed is not None
+        assert shared.memory(SparseMemory).layers[layer.number].listed is not None
         return out
 
 
@@ -139,7 +140,7 @@ def test_as_many_pages_as_fit_and_text_within_them_always() -> None:
         out = model(**feed, use_cache=True)
         model(input_ids=torch.tensor([[5]]), past_key_values=out.past_key_values, use_cache=True)
         layer = out.past_key_values.mmaccel.layers[1]
-    choices = layer.shared.sparse.layers[1].choices
+    choices = layer.shared.memory(SparseMemory).layers[1].choices
     whole = [n for n in range(layer.width // 16) if visual[16 * n : 16 * n + 16].all()]
     assert choices.pages[0, 0].tolist() == whole and len(whole) > 1
     # six units of three keys, the last of one

@@ -107,7 +107,7 @@ def test_a_second_turn(name: str, second: str) -> None:
         new = more["input_ids"].shape[1] + 1 if whole else int(oracle.visual(family, more).sum())
         assert stats["stages"][0]["tokens_in"] == new
         # both pictures are known by their places, and told apart
-        known = cache.mmaccel.shared.grid_table[0, :, 0]
+        known = cache.mmaccel.shared.places.grid_table[0, :, 0]
         assert torch.equal(known >= 0, oracle.visual(family, kept)[0]) and known.unique().tolist() == [-1, 0, 1]
 
 

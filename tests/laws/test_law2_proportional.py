@@ -121,7 +121,7 @@ def test_merging_in_the_tower_counts_patches_that_became_one(name: str) -> None:
     (segment,) = layout.segments
     owner = total.owner()[segment.row, segment.places]
     counted = torch.stack([(owner == place).sum() for place in segment.places])
-    weights = cache.mmaccel.shared.weights[segment.row, segment.places]
+    weights = cache.mmaccel.shared.places.weights[segment.row, segment.places]
     kept = total.kept[segment.row, segment.places]
     torch.testing.assert_close(weights[kept].exp(), counted[kept].float())
 
@@ -154,8 +154,8 @@ def test_a_second_picture_has_weights_behind_the_first() -> None:
     with accelerated(model, "divprune", retain=0.3, proportional="pictures"):
         cache = model(**feed).past_key_values
         model(**{**other, "attention_mask": torch.ones(1, 2 * feed["input_ids"].shape[1])}, past_key_values=cache)
-        weights = cache.mmaccel.shared.weights
-        alone = model(**other).past_key_values.mmaccel.shared.weights
+        weights = cache.mmaccel.shared.places.weights
+        alone = model(**other).past_key_values.mmaccel.shared.places.weights
     length = feed["input_ids"].shape[1]
     assert weights.shape == (1, 2 * length)
     torch.testing.assert_close(weights[:, length:], alone)
@@ -169,7 +169,7 @@ def test_keeping_everything_adds_nothing() -> None:
     with accelerated(model, "divprune", retain=1.0, proportional="all"):
         out = model(**feed)
     assert torch.equal(plain.logits, out.logits)
-    assert out.past_key_values.mmaccel.shared.weights is None
+    assert out.past_key_values.mmaccel.shared.places.weights is None
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])

@@ -72,7 +72,7 @@ def test_decoding_attends_to_what_is_stored(family: str, codec: str) -> None:
             plain.update(*by_place(layer), number)
         for number, layer in zip(tiny.mmaccel.family.recurrent, state.recurrent, strict=True):
             plain.layers[number] = copy.deepcopy(layer)
-        position = (state.seen - state.offset)[:, None]
+        position = (state.seen - state.positions.offset)[:, None]
         ours = tiny(input_ids=out.sequences[:, -1:], past_key_values=out.past_key_values).logits
     if family in THREE_AXES:
         position = position.expand(3, -1, -1)

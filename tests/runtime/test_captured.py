@@ -46,7 +46,7 @@ class Watch(StoppingCriteria):
 
     def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Never done."""
-        if (held := self.mine.mmaccel.shared.pinned) is not None:
+        if (held := self.mine.mmaccel.shared.static_view) is not None:
             self.seen.append([(x.data_ptr(), x.shape, x.stride()) for x in held.tensors()])
         if len(self.seen) == self.last:
             raise KeyboardInterrupt
@@ -119,7 +119,7 @@ def test_one_graph_makes_the_tokens_of_ordinary_steps(family: str, recipe: str, 
     assert stats["captured_steps"] == stats["decode_steps"] == steps and stats["uncaptured"] == ""
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert len(watch.seen) == steps and all(seen == watch.seen[0] for seen in watch.seen)
-    assert watch.mine.mmaccel.shared.pinned is None
+    assert watch.mine.mmaccel.shared.static_view is None
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_tokens_with_weights(
     wanted, got, stats, _ = both(family, what, kind, 30, "replay", **text)
     agree(wanted, got)
     assert stats["uncaptured"] == "" and stats["captured_steps"] >= 24
-    assert got.past_key_values.mmaccel.shared.weights.any()
+    assert got.past_key_values.mmaccel.shared.places.weights.any()
 
 
 def test_weights_beside_eager_attention_are_not_captured(graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +331,7 @@ def test_a_copy_of_the_cache_keeps_what_it_holds(graphs: None) -> None:
 
     def look(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         state = mine.mmaccel
-        if state.shared.pinned is not None and state.shared.pinned.added == 5 and not held:
+        if state.shared.static_view is not None and state.shared.static_view.added == 5 and not held:
             restore = state.snapshot()
             keys = [layer.keys for layer in state.layers]
             held.append((restore, keys, [x.clone() for x in keys]))
@@ -425,7 +425,7 @@ def test_a_conversation_goes_on_behind_captured_steps(recipe: str) -> None:
         watch = StoppingCriteriaList([Watch(mine, last=3)])
         with pytest.raises(KeyboardInterrupt):
             generate(tiny, first, past_key_values=mine, stopping_criteria=watch, **options)
-        assert mine.mmaccel.shared.pinned is None and not mine.mmaccel.shared.broken
+        assert mine.mmaccel.shared.static_view is None and not mine.mmaccel.shared.broken
         wanted = generate(tiny, first, new=4, min_new_tokens=4)
     for layer, other in zip(mine.layers, wanted.past_key_values.layers, strict=True):
         assert torch.equal(layer.index.index, other.index.index)

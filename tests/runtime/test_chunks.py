@@ -346,7 +346,7 @@ def test_a_second_picture_by_hand() -> None:
         answer = generate(tiny, first)
         state = answer.past_key_values.mmaccel
         past = [tuple(x[0].transpose(0, 1).clone() for x in layer.stored()) for layer in state.layers]
-        start = int(state.seen - state.offset[0])
+        start = int(state.seen - state.positions.offset[0])
         kept, _ = follow(first, answer, second)
         turned = generate(tiny, kept, past_key_values=answer.past_key_values)
         left = tiny.mmaccel.reduction.kept[0]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated
+from mmaccel.kv.reactivation import ReactivationMemory
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -190,7 +191,7 @@ def test_what_waits_is_held_and_counted():
     reached, head = int(oracle.visual("llava", feed).sum()), oracle.text_model(tiny).layers[0].self_attn.head_dim
     widths = {"hidden": tiny.config.text_config.hidden_size, "cos": head, "sin": head, "positions": 1}
     kept = [int(share * reached + 0.5) for share in CUTS.values()]
-    for waiting, stays in zip(cache.mmaccel.shared.reactivation.at.values(), kept, strict=True):
+    for waiting, stays in zip(cache.mmaccel.shared.memory(ReactivationMemory).at.values(), kept, strict=True):
         aside = waiting.aside
         assert aside.lengths.tolist() == [aside.places.shape[1]] == [reached - stays]
         assert {name: x.shape[-1] for name, x in aside.planes.items()} == widths
@@ -222,7 +223,10 @@ def test_a_picture_that_is_cropped_away_does_not_come_back():
     feed, tiny = zoo.inputs("llava", "image"), oracle.subject("llava")
     with accelerated(tiny, RECIPE):
         cache = helpers.generate(tiny, feed, new=4).past_key_values
-        memory, seen = cache.mmaccel.shared.reactivation, int(oracle.visual("llava", feed)[0].long().argmax()) + 9
+        memory, seen = (
+            cache.mmaccel.shared.memory(ReactivationMemory),
+            int(oracle.visual("llava", feed)[0].long().argmax()) + 9,
+        )
         cache.crop(seen - cache.get_seq_length())
         for waiting in memory.at.values():
             assert waiting.stayed.shape[1] == seen and int(waiting.aside.places.max()) < seen

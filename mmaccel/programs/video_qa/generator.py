@@ -19,6 +19,7 @@ from ...accelerate.positions import check_positions
 from ...core.transformers_api import DynamicCache, cache_argument
 from ...families import family_of
 from ...kv.cache import CacheState, adopt
+from ...kv.positions import NextPositions
 from ...media import files
 from ...media.files import Prompt
 from ...media.prepare import prepare
@@ -250,10 +251,9 @@ class AnswerGenerator:
         try:
             with self._working(self.recipe, self.prepared):
                 prefix.cache.batch_select_indices(rows)
-                if state.offset is not None:
+                if (offset := state.positions.offset) is not None:
                     # with M-RoPE the position of a question may be before that of the last frame
-                    state.offset, state.ahead = state.seen - begin[0].to(state.offset), None
-                    state.shared.axes_ahead = None
+                    state.positions = NextPositions(state.seen - begin[0].to(offset))
                 answers = self._written(inputs, **cache_argument(prefix.cache))
                 stats = self.model.mmaccel.stats()
         finally:

@@ -100,7 +100,7 @@ class EvictKeys(CachePolicy):
         if isinstance(forward, Prompt):
             self.schedule.catch_up(forward.first_time)
         if self.policy.needs_ordinals and forward.seen and text.valid is not None:
-            self.state.shared.note_tokens(text.valid.to(forward.device, non_blocking=True), forward.seen)
+            self.state.shared.places.note_tokens(text.valid.to(forward.device, non_blocking=True), forward.seen)
 
     def keys_to_read(self, layer: LayerAttended) -> KeysToRead | None:
         """The attention of a prompt from the pass in which the policy sums it over the queries: on a CPU both cost what the

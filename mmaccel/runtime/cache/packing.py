@@ -4,7 +4,7 @@ A layer is packed as soon as nothing is evicted from it any more, if the host kn
 only the device knows wait for the end of the forward, and their numbers of tokens are copied to the host together.
 
 While tokens are decoded, packing interrupts steps that are otherwise alike. So it is known beforehand which step is the next
-to pack (:attr:`mmaccel.kv.shared.Shared.pack_at`), and heads of a row that fill their pages at different steps do not have a
+to pack (:class:`PackTimes`), and heads of a row that fill their pages at different steps do not have a
 step each: they are packed together, once in so many tokens as a page has. Every row has steps of its own, whatever its
 neighbours are, and a row without pictures has none: nothing of it is packed.
 """
@@ -12,7 +12,7 @@ neighbours are, and a row without pictures has none: nothing of it is packed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -32,6 +32,36 @@ from ..call.runs import LayerAttended, Run, TextInputs
 from .eviction import CachePolicy
 
 
+@dataclass
+class PackTimes:
+    """Times at which codecs look at a cache again; a :class:`mmaccel.kv.shared.Memory`.
+
+    at : of every row how many tokens will have been seen then; empty where that is not known.
+    """
+
+    at: list[int] = field(default_factory=list)
+
+    def select(self, rows: Tensor, on_host: Tensor) -> None:
+        """Keep, repeat or reorder rows of the batch."""
+        self.at = [self.at[row] for row in on_host.tolist()] if self.at else []
+
+    def copy(self) -> PackTimes:
+        """A copy to change independently."""
+        return PackTimes(self.at)
+
+    def crop(self, seen: int) -> None:
+        """Forget the times: other tokens come."""
+        self.at = []
+
+    def rename(self, new: Tensor, held: Tensor) -> None:
+        """Forget the times: tokens are counted anew."""
+        self.at = []
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """No tensors are held."""
+        return ()
+
+
 class PackKeys(Run):
     """The codecs of a recipe in one forward.
 
@@ -44,6 +74,7 @@ class PackKeys(Run):
         self.forward, self.state, self.policy = forward, state, policy
         self.groups = forward.plan.token_groups
         self.now = forward.seen + forward.length
+        self.times = state.shared.memory(PackTimes) or state.shared.keep(PackTimes())
         #: the rows that had something to pack, while decoding
         self.packed: set[int] = set()
         self.window = max(group.codec.window for group in self.groups)
@@ -63,7 +94,7 @@ class PackKeys(Run):
             return
         kept, visual = prompt.total.kept, prompt.layout.visual
         if any(group.of == "text" for group in self.groups):
-            self.state.shared.note_visual(visual.to(embeds.device, non_blocking=True), prompt.seen)
+            self.state.shared.places.note_visual(visual.to(embeds.device, non_blocking=True), prompt.seen)
         for group in self.groups:
             if group.of == "salient":
                 of = (mask.to(embeds.device, non_blocking=True) for mask in (kept & visual, kept & ~visual))
@@ -116,19 +147,18 @@ class PackKeys(Run):
     @cached_property
     def rows(self) -> list[bool]:
         """The rows that are looked at in this forward, of every layer alike."""
-        forward, shared, phase = self.forward, self.state.shared, self.forward.phase(0)
-        batch = len(phase.places)
-        before = list(shared.pack_at) or [0] * batch
+        forward, phase = self.forward, self.forward.phase(0)
+        before = self.times.at or [0] * len(phase.places)
         if isinstance(forward, Prompt) or phase.padded:
             # padding fills no pages
             before = [at + pad for at, pad in zip(before, (forward.length - phase.lengths).tolist(), strict=True)]
         looks = [self.now >= at for at in before]
         if isinstance(forward, Prompt):
             looks = [one or new for one, new in zip(looks, forward.layout.visual.any(1).tolist(), strict=True)]
-        if (text := shared.text_rows) is not None:
+        if (text := self.state.shared.places.text_rows) is not None:
             looks = [one and not bare for one, bare in zip(looks, text.tolist(), strict=True)]
         later = self.now + max(group.codec.residual + group.codec.page for group in self.groups)
-        shared.pack_at = [later if one else at for one, at in zip(looks, before, strict=True)]
+        self.times.at = [later if one else at for one, at in zip(looks, before, strict=True)]
         return looks
 
     @property
@@ -182,10 +212,10 @@ class PackKeys(Run):
 
     def _look_again(self, codec: Codec, count: Tensor) -> None:
         """Settle when to look at each row of the cache again, of which a layer had ``count [B, 1 or Hkv]`` tokens to pack."""
-        due, shared = codec.packable(count), self.state.shared
+        due = codec.packable(count)
         new = self.forward.layout.visual.any(1) if isinstance(self.forward, Prompt) else torch.zeros(len(count)).bool()
         packs, left = (due.any(1) & ~new).tolist(), (count - due).amax(1).tolist()
-        page, at = min(group.codec.page for group in self.groups), list(shared.pack_at)
+        page, at = min(group.codec.page for group in self.groups), list(self.times.at)
         for row in (row for row, looks in enumerate(self.rows) if looks):
             if packs[row]:
                 self.packed.add(row)
@@ -193,7 +223,7 @@ class PackKeys(Run):
             elif row not in self.packed:
                 # as soon as one head has a page
                 at[row] = min(at[row], self.now + codec.residual + codec.page - left[row])
-        shared.pack_at = at
+        self.times.at = at
 
     def _count(self, layer: QuantisedLayer, group: TokenGroup, eligible: Eligible) -> Tensor | None:
         """Number of tokens of a layer that are of a group and in full precision, ``[B, 1 or Hkv]`` long on the CPU; 0 in rows
@@ -231,7 +261,8 @@ def coming_unpacked(groups: Sequence[TokenGroup], shared: Shared, seen: int) -> 
     """Number of tokens that may follow those ``seen`` before one with which something may be packed; None if none ever does."""
     if not any(group.of in ("all", "text") for group in groups):
         return None
-    text, at = shared.text_rows, shared.pack_at
+    text, times = shared.places.text_rows, shared.memory(PackTimes)
+    at = [] if times is None else times.at
     rows = [row for row in range(len(at)) if text is None or not text[row]]
     if at and not rows:
         return None
@@ -247,7 +278,7 @@ def eligible_of(
     salient : ``[B, S]`` bool, the visual tokens of the prompt that a codec stores better than the others.
     """
     if group.of == "text":
-        return Eligible(None if shared.visual is None else ~shared.visual, 0, True)
+        return Eligible(None if shared.places.visual is None else ~shared.places.visual, 0, True)
     if layout is None:
         return Eligible(None, 0, True) if group.of == "all" else None
     # visual tokens are packed with the prompt they came with

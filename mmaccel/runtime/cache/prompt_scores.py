@@ -76,7 +76,7 @@ class PromptScores:
             survivors=self._survivors(places, len(waiting)) & valid if self.policy.deferred else None,
             expected=(joined([m for m, _ in expected]), joined([c for _, c in expected])) if expected else None,
             outgoing=self._outgoing(layers, values) if self.policy.needs_outgoing else None,
-            ordinal=self.state.shared.ordinal(places) if self.policy.needs_ordinals else None,
+            ordinal=self.state.shared.places.ordinal(places) if self.policy.needs_ordinals else None,
             layer=layers.layers[0].number if len(waiting) == 1 else -1,
             depth=self.rules.depth,
             memo=tokens.memo,

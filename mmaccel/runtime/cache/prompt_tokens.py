@@ -75,7 +75,7 @@ class PromptTokens:
         """``[B, n, 4]`` int32, see :func:`.token_origins.prompt_grid`; kept in the cache if a schedule evicts later on."""
         table = prompt_grid(self.shared, self.layout, self.prompt.seen)
         if self.policy.scheduled:
-            self.shared.grid_table = to_device(table, self.prompt.phase(0).places.device)
+            self.shared.places.grid_table = to_device(table, self.prompt.phase(0).places.device)
         return table
 
     def expected(self, tokens: Tokens, keys: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -85,13 +85,14 @@ class PromptTokens:
         ----------
         keys : ``[B, Hkv, K, D]`` of the layer. queries : ``[B, q, Hq D]`` or ``[B, q, Hq, D]``, before RoPE.
         """
-        if not self.policy.future or queries is None or self.shared.offset is None:
+        offset = self.shared.positions.offset
+        if not self.policy.future or queries is None or offset is None:
             return None
         if "future" not in tokens.memo:
             # the same in all layers
             valid = tokens.places >= 0
             counted = valid & (valid.cumsum(1) > self.policy.sinks)
-            tokens.memo["future"] = counted, mean_rotation(*self._future_rotation(keys, self.shared.offset))
+            tokens.memo["future"] = counted, mean_rotation(*self._future_rotation(keys, offset))
         queries = queries.flatten(2).unflatten(2, (-1, keys.shape[3]))
         return expected_queries(queries, *tokens.memo["future"])
 
@@ -102,7 +103,7 @@ class PromptTokens:
         position = (self.prompt.seen + self.prompt.length - offset.to(device))[:, None] + position
         if "mrope_section" in (text.config.rope_parameters or {}):
             position = position.expand(3, -1, -1)
-            if (apart := self.shared.axes_ahead) is not None:
+            if (apart := self.shared.positions.axes_ahead) is not None:
                 position = position + apart.T.to(device)[..., None]
         # in full precision, as half precision does not tell late positions apart
         cos, sin = (x[0] if x.dim() == 4 else x for x in text.rotary_emb(keys[..., :0].float(), position))

@@ -196,8 +196,8 @@ class Schedule:
 
     def _table(self, together: LayerBatch) -> Tensor:
         """``[B, n, 4]`` int32 (picture, t, row, column) of all places up to the end of the last prompt."""
-        if self.shared.grid_table is not None:
-            return self.shared.grid_table
+        if self.shared.places.grid_table is not None:
+            return self.shared.places.grid_table
         return together.index.new_full((together.rows, 1, 4), -1)
 
     def _stored(self, together: LayerBatch, table: Tensor) -> tuple[KeyBatch, Tensor | None]:
@@ -241,7 +241,7 @@ class Schedule:
             picture=picture,
             cells=cells,
             outgoing=None if outgoing is None else sorted_(outgoing),
-            ordinal=self.shared.ordinal(index, heads) if self.policy.needs_ordinals else None,
+            ordinal=self.shared.places.ordinal(index, heads) if self.policy.needs_ordinals else None,
             layer=together.layers[0].number if len(together.layers) == 1 else -1,
             depth=self.stage.depth,
             decoding=True,
@@ -257,7 +257,7 @@ def room_of(policy: Policy, layer: QuantisedLayer) -> Tensor:
     if policy.growth:
         grown = [int(policy.growth * (layer.seen - seen)) for seen in layer.schedule.settled]
         room = room + torch.tensor(grown)[:, None]
-    rows = layer.shared.text_rows
+    rows = layer.shared.places.text_rows
     return room if rows is None else room.masked_fill(rows[:, None], _UNBOUNDED)
 
 

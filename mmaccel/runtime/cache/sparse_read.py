@@ -31,16 +31,16 @@ TOGETHER = 1 << 24
 def note_prompt(shared: Shared, table: Tensor, count: Tensor, text_rows: Tensor | None = None) -> None:
     """Store with the cache a prompt's ``table [B, n, 4]`` of places, and the number of visual keys that it adds to the budget,
     ``count [B]``. The ``text_rows [B]`` bool on the CPU, or None, have no picture in it and keep their state."""
-    shared.grid_table, before = table, shared.sparse
+    shared.places.grid_table, before = table, shared.memory(SparseMemory)
     if before is None:
-        shared.sparse = SparseMemory(count)
+        shared.keep(SparseMemory(count))
         return
-    shared.sparse = SparseMemory(before.count + count, level=before.level)
+    memory = shared.keep(SparseMemory(before.count + count, level=before.level))
     if text_rows is not None and before.paid is not None and before.chosen is not None:
         new, behind = ~text_rows.to(before.paid.device)[:, None], (0, table.shape[1] - before.paid.shape[1])
         # like no attention there may be, so that these rows choose anew
-        shared.sparse.paid = pad(before.paid, behind).masked_fill(new, torch.nan)
-        shared.sparse.chosen = pad(before.chosen, behind)
+        memory.paid = pad(before.paid, behind).masked_fill(new, torch.nan)
+        memory.chosen = pad(before.chosen, behind)
 
 
 def first_layer(policy: Policy, depth: int) -> int:
@@ -53,20 +53,21 @@ def sparse_read(policy: Policy, shared: Shared, layer: CompressedLayer, attentio
     """Sparse read of the layers above in this step, chosen by the attention of its one token in the ``layer`` below;
     its attention and its choice are carried to the next step. None, which is everything, where :func:`note_prompt`
     has left nothing with the cache."""
-    if shared.grid_table is None or shared.sparse is None:
+    table, memory = shared.places.grid_table, shared.memory(SparseMemory)
+    if table is None or memory is None:
         return None
     device, heads = attention.query.device, attention.key.shape[1]
     paid = attention.attention(0, 1)[:, :, 0].unflatten(1, (heads, -1))
     index = layer.index.by_head.long()
     # heads that store the same keys have one index
     paid = paid.mean((1, 2))[:, None] if index.shape[1] == 1 else paid.mean(2) / heads
-    table, end = shared.grid_table.to(device), shared.grid_table.shape[1]
+    table, end = table.to(device), table.shape[1]
     known = (index >= 0) & (index < end)
     at, shape = torch.where(known, index, end), (*index.shape[:2], end + 1)
     by_place = paid.new_zeros(shape).scatter_(2, at, paid).sum(1)[:, :end]
     stored = known.new_zeros(shape).scatter_(2, at, True).any(1)[:, :end]
     visual = (table[..., 0] >= 0) & stored
-    memory = shared.sparse = shared.sparse.to(device)
+    memory.move(device)
     chosen = policy.recall(by_place, memory.paid, visual, memory.count, memory.chosen)
     chosen = check_tensor(policy, "recall()", chosen, "bool", visual.shape, visual) & visual
     memory.paid, memory.chosen = by_place, chosen
@@ -81,8 +82,8 @@ def read_layer(
 ) -> ChosenKeys | None:
     """Keys that a ``layer`` reads for ``query [B, Hq, 1, D]`` of all its ``keys [B, Hkv, K, D]``; None, which is everything,
     where nothing is to be left out. Where ``keys`` are None packed ones are decoded only if they are needed."""
-    memory = layer.shared.sparse
-    if memory is None or layer.shared.grid_table is None or (policy.window and memory.level is None):
+    memory = layer.shared.memory(SparseMemory)
+    if memory is None or layer.shared.places.grid_table is None or (policy.window and memory.level is None):
         return None
     held = memory.layers.get(layer.number)
     if held is None or held.choices.index() is not layer.index:
@@ -140,7 +141,7 @@ def _chosen(
 def packed_read(layer: QuantisedLayer, chosen: ChosenKeys) -> Pages | None:
     """The packed pages of a ``layer`` that a step reads, of the keys ``chosen``; None where keys are not chosen
     by packed pages."""
-    memory, pages = layer.shared.sparse, layer.pages
+    memory, pages = layer.shared.memory(SparseMemory), layer.pages
     assert memory is not None
     held = memory.layers[layer.number]
     if held.choices.pages is None or pages is None:
@@ -200,8 +201,8 @@ class PinnedRead:
 
 def pinned_reads(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> dict[int, PinnedRead] | None:
     """Sparse reads of pinned layers, by their numbers; None where an ordinary step must prepare the choices first."""
-    memory, reads = layers[0].shared.sparse, {}
-    if memory is None or layers[0].shared.grid_table is None or (policy.window and memory.level is None):
+    memory, reads = layers[0].shared.memory(SparseMemory), {}
+    if memory is None or layers[0].shared.places.grid_table is None or (policy.window and memory.level is None):
         return {}
     for layer in layers[first_layer(policy, len(layers)) :]:
         held = memory.layers.get(layer.number)
@@ -245,7 +246,7 @@ def prepare_reads(
     """
     observed: list[Observed] = []
     for group in _same_choices(layers):
-        memory = group[0].shared.sparse
+        memory = group[0].shared.memory(SparseMemory)
         assert memory is not None
         looked = _looked_at(policy, group, memory, (layer.stored()[0] for layer in group), scaling)
         for layer, held in zip(group, looked, strict=True):
@@ -253,7 +254,7 @@ def prepare_reads(
             if policy.window and held.summary:
                 observed.append(Observed(*asked[layer.number], held.summary, held.choices.gone, scaling))
     if policy.window and layers:
-        memory, table = layers[0].shared.sparse, layers[0].shared.grid_table
+        memory, table = layers[0].shared.memory(SparseMemory), layers[0].shared.places.grid_table
         assert memory is not None and table is not None
         size = (table[..., 0] >= 0).sum(1).clamp(min=1)
         share = (memory.count.to(size.device) / size).clamp(max=1)
@@ -290,7 +291,7 @@ def _looked_at(
     layer, number = layers[0], len(layers)
     choices = memory.choices(layer.index)
     if choices is None:
-        table = layer.shared.grid_table
+        table = layer.shared.places.grid_table
         assert table is not None
         visual, count = (x.to(layer.keys.device) for x in (table[..., 0] >= 0, memory.count))
         rivalry = Rivalry.make(layer.index, visual, count, policy.sinks, policy.recent)

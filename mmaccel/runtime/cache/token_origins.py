@@ -57,8 +57,8 @@ def prompt_grid(shared: Shared, layout: Layout, seen: int) -> Tensor:
     -1 for text and for tokens without a cell; on the CPU."""
     batch, length = layout.valid.shape
     table = torch.full((batch, seen + length, 4), -1, dtype=torch.int32)
-    if shared.grid_table is not None:
-        table[:, : shared.grid_table.shape[1]] = shared.grid_table.cpu()
+    if shared.places.grid_table is not None:
+        table[:, : shared.places.grid_table.shape[1]] = shared.places.grid_table.cpu()
     picture, frame = int(table[..., 0].max()) + 1, 0
     if shared.stream:
         picture, frame = 0, int(table[..., 1].max()) + 1

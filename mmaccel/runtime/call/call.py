@@ -160,17 +160,16 @@ class Call(Generic[P]):
     def continued(self, cache: Any = None) -> Continued | None:
         """The kept cache that this call continues, or None; see :class:`mmaccel.families.base.Call`."""
         state = state_of(cache if cache is not None else self.cache)
-        if state is None or state.seen == 0 or state.offset is None:
+        if state is None or state.seen == 0:
             return None
-        offset, ahead = state.shared.behind_pictures()
-        assert offset is not None
-        return Continued(state.seen, offset, ahead)
+        follows = state.positions.next_turn()
+        return None if follows.offset is None else Continued(state.seen, follows.offset, follows.ahead)
 
     @property
-    def pinned(self) -> StaticView | None:
-        """The pinned tensors of this call's cache, while its steps are captured."""
+    def static_view(self) -> StaticView | None:
+        """Static view of this call's cache, while its steps are captured."""
         state = state_of(self.cache)
-        return None if state is None else state.shared.pinned
+        return None if state is None else state.shared.static_view
 
     def trim(self) -> None:
         """Give back the room that the cache made for further tokens: none come in this call."""

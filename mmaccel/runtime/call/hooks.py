@@ -14,7 +14,7 @@ from ...core.layout import Layout
 from ...core.reduction import Reduction
 from ...core.transformers_api import DynamicCache, cache_argument, cache_in, cache_names, cache_of
 from ...errors import UnsupportedError
-from ...kv.cache import CacheState, adopt, check_plain, pinned_of, state_of
+from ...kv.cache import CacheState, adopt, check_plain, state_of, static_view_of
 from ...kv.forward_info import ForwardInfo
 from .call import Call, current
 from .forward import Continuation, Forward, Prompt, PromptResult, rows_at, to_device_packed
@@ -53,7 +53,7 @@ class TextHooks:
     # --- into the text model ----------------------------------------------------------------------------------
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Reduce a prompt, or continue a cache that was reduced; anything else passes through untouched."""
-        if (pinned := pinned_of(kwargs)) is not None:
+        if (pinned := static_view_of(kwargs)) is not None:
             pinned.begin()
             # a mask of four axes is passed on as it is
             return args, {
@@ -87,7 +87,7 @@ class TextHooks:
         else:
             assert state is not None
             incoming = self._incoming(call, seen, embeds.shape[1])
-            incoming.weights = state.shared.weights
+            incoming.weights = state.shared.places.weights
             forward = Continuation(call.plan, call.stats, state, incoming, embeds.device)
         call.text.runs = runs = Runs(forward, self.make_runs(call, forward))
         if ids is None:
@@ -111,7 +111,7 @@ class TextHooks:
             raise UnsupportedError(
                 "The layers of this cache were exchanged after mmaccel reduced its prompt; start again with a new cache."
             )
-        elif state.shared.weights is not None and (call.plan.policy or call.plan.token_groups):
+        elif state.shared.places.weights is not None and (call.plan.policy or call.plan.token_groups):
             raise UnsupportedError(
                 f"This cache has tokens with weights (proportional attention), which recipe {call.plan.recipe.name!r} cannot "
                 "compress; start again with a new cache."
@@ -173,8 +173,8 @@ class TextHooks:
         mask = kwargs.get("attention_mask")
         valid = mask[:, :seen].bool() if mask is not None and seen else None
         state = adopt(cache, len(self.layers), valid, self.plan.family.recurrent)
-        if state.offset is not None:
-            state.offset = state.offset - self.plan.family.first_position
+        if (offset := state.positions.offset) is not None:
+            state.positions.offset = offset - self.plan.family.first_position
         return state
 
     def _prompt(
@@ -217,7 +217,7 @@ class TextHooks:
     # --- out of the text model --------------------------------------------------------------------------------
     def leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """Give the caller the length that was asked for, and complete the statistics."""
-        if (pinned := pinned_of(kwargs)) is not None:
+        if (pinned := static_view_of(kwargs)) is not None:
             pinned.end()
             return None
         call = current(self.plan)

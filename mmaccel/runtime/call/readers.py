@@ -71,7 +71,7 @@ def reader_of(call: Call[Any]) -> Callable[[Call[Any], int, Attention], Output]:
         return read_observed
     if call.text.runs is not None:
         return read_stored
-    return read_given if call.pinned is None else read_static
+    return read_given if call.static_view is None else read_static
 
 
 def read_given(call: Call[Any], number: int, given: Attention) -> Output:
@@ -81,8 +81,8 @@ def read_given(call: Call[Any], number: int, given: Attention) -> Output:
 
 def read_static(call: Call[Any], number: int, given: Attention) -> Output:
     """The pinned keys of a captured step."""
-    assert call.pinned is not None
-    pinned = call.pinned.layers[number]
+    assert call.static_view is not None
+    pinned = call.static_view.layers[number]
     pinned.ask(given.query)
     if not pinned.masked:
         with without_autocast(given.query.device):

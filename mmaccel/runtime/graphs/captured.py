@@ -129,7 +129,7 @@ def _constant(kwargs: dict[str, Any]) -> dict[str, Any]:
 def _pinned(plan: ModelPlan, call: Call[ModelPlan], state: CacheState) -> StaticView | None:
     """The cache, pinned for what may still come in this call; None where an ordinary step is due. CUDA graphs may write to
     what stays where it is."""
-    if (pinned := state.shared.pinned) is not None and not pinned.full:
+    if (pinned := state.shared.static_view) is not None and not pinned.full:
         return pinned
     _let_go(call, state)
     seen, policy = state.seen, None if plan.policy is None else plan.policy.method
@@ -139,7 +139,7 @@ def _pinned(plan: ModelPlan, call: Call[ModelPlan], state: CacheState) -> Static
         query_spec = query_spec_of(policy, plan.family.text.config.num_attention_heads)
         kept = coming_kept(policy, state, query_spec)
     # with this token something may be packed or evicted, or it says whether text goes on behind a slow clip or its question
-    if 0 in (unpacked, kept) or (state.ahead is not None and not call.stats.decode_steps):
+    if 0 in (unpacked, kept) or (state.positions.ahead is not None and not call.stats.decode_steps):
         return None
     reads = None
     if plan.reading is not None:
@@ -166,7 +166,7 @@ def _pinned(plan: ModelPlan, call: Call[ModelPlan], state: CacheState) -> Static
 def _let_go(call: Call[ModelPlan] | None, state: CacheState) -> None:
     """Unpin the cache for an ordinary step. Behind it the cache may be pinned to the same tensors, which nobody else has
     seen."""
-    pinned = state.shared.pinned
+    pinned = state.shared.static_view
     if call is not None and pinned is not None:
         call.state(CapturedSteps).idle = pinned
     state.unpin()
@@ -223,12 +223,12 @@ def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
 
 def _obstacle_in_cache(plan: ModelPlan, state: CacheState) -> str:
     """Why a step on this cache cannot be captured; empty if it can."""
-    if state.shared.pinned is not None:
+    if state.shared.static_view is not None:
         return ""
-    if state.offset is None or any(layer.empty for layer in state.layers):
+    if state.positions.offset is None or any(layer.empty for layer in state.layers):
         return _NOTHING
-    if state.shared.axes_ahead is not None:
+    if state.positions.axes_ahead is not None:
         return "behind a prompt that ends in a picture every axis of positions goes on from its own end"
-    if state.shared.weights is not None and plan.family.text.config._attn_implementation != "mmaccel_text_sdpa":
+    if state.shared.places.weights is not None and plan.family.text.config._attn_implementation != "mmaccel_text_sdpa":
         return "tokens have weights, which captured steps have only with sdpa attention"
     return "" if plan.reading is None else unpinnable(plan.reading.method, state.layers)

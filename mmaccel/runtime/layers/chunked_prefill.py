@@ -12,6 +12,7 @@ from ...core.chunks import Chunks, Join, Span
 from ...core.precision import without_autocast
 from ...kv import chunked_prefill as cached
 from ...kv.cache import CacheState
+from ...kv.positions import NextPositions
 from ...method import ChunkMethod, LayerAttention, TokenBatch
 from ...method.results import check_figures
 from ..call.forward import Prompt, to_device_packed
@@ -130,12 +131,11 @@ def _place(prompt: Prompt, now: Chunks, chosen: Tensor, moves: Tensor, text: Tex
 def _follow(state: CacheState, now: Chunks, joins: list[list[int]], behind: Tensor, shorter: Tensor) -> None:
     """Let a cache go on where positions have come forward, ``behind`` and ``shorter [B]`` (see :meth:`_Row.settled`), and have
     the rows of chunks."""
-    (state.offset, state.ahead), state.shared.axes_ahead = state.shared.behind_pictures(), None
-    assert state.offset is not None
-    behind, shorter = behind.to(state.offset.device), shorter.to(state.offset.device)
-    state.offset = state.offset + behind
-    if state.ahead is not None:
-        state.ahead = (state.ahead - shorter + behind).clamp(min=0)
+    before = state.positions.next_turn()
+    assert before.offset is not None
+    behind, shorter = behind.to(before.offset.device), shorter.to(before.offset.device)
+    ahead = None if before.ahead is None else (before.ahead - shorter + behind).clamp(min=0)
+    state.positions = NextPositions(before.offset + behind, ahead)
     for layer in sorted({layer for each in joins for layer in each}):
         # from there on other tokens are stored
         state.shared.split(layer)

@@ -25,7 +25,7 @@ from ..call.runs import LayerAttended, Run
 
 def may_return(plan: ModelPlan, state: CacheState) -> bool:
     """Whether tokens may come back in a forward behind a prompt: some wait at the layers of this plan, and at no others."""
-    memory = state.shared.reactivation
+    memory = state.shared.memory(ReactivationMemory)
     waits = memory is not None and memory.dropped and set(memory.at) == set(plan.stage_at_layer)
     return waits and bool(plan.reactivates)
 
@@ -35,7 +35,7 @@ def check_rows(prompt: Prompt) -> None:
     rows, state = prompt.text_rows, prompt.state
     if rows is None or state is None or not may_return(prompt.plan, state):
         return
-    memory = state.shared.reactivation
+    memory = state.shared.memory(ReactivationMemory)
     assert memory is not None
     dropped = torch.stack([waiting.stayed.sum(1) < memory.visual.sum(1) for waiting in memory.at.values()]).any(0)
     if bool((refused := dropped.cpu() & rows).any()):
@@ -69,12 +69,11 @@ def keep_dropped(
         made.kept & visual,
         made.valid & visual,
     )
-    if shared.reactivation is None:
-        shared.reactivation = ReactivationMemory(candidates[:, :0].bool())
+    memory = shared.memory(ReactivationMemory) or shared.keep(ReactivationMemory(candidates[:, :0].bool()))
     if number == min(prompt.plan.stage_at_layer):
-        shared.reactivation.note(candidates.bool(), prompt.seen)
+        memory.note(candidates.bool(), prompt.seen)
     planes = {"hidden": rows_at(hidden, at), **_position_planes(arguments, at)}
-    shared.reactivation.add(number, Parked(where.int(), dropped.sum(1), planes), stayed.bool(), prompt.seen)
+    memory.add(number, Parked(where.int(), dropped.sum(1), planes), stayed.bool(), prompt.seen)
 
 
 def _position_planes(arguments: Mapping[str, Any], at: Tensor) -> dict[str, Tensor]:
@@ -102,9 +101,10 @@ class Reactivation(Run):
     reads_keys = True
 
     def __init__(self, forward: Continuation, stages: Mapping[int, PlannedStage[ReactivatingMethod]]) -> None:
-        assert forward.state is not None and forward.state.shared.reactivation is not None
-        self.forward, self.stages, self.state = forward, stages, forward.state
-        self.memory = forward.state.shared.reactivation
+        assert forward.state is not None
+        memory = forward.state.shared.memory(ReactivationMemory)
+        assert memory is not None
+        self.forward, self.stages, self.state, self.memory = forward, stages, forward.state, memory
         #: by place what a method made of the attention of the last layer that it looked at, ``[B, n]`` each
         self._figures: dict[str, Tensor] = {}
         #: which of these places are visual tokens that it has seen, ``[B, n]`` bool

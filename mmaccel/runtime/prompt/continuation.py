@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kv.cache import CacheState
 from ...kv.forward_info import Phase
+from ...kv.positions import NextPositions
 from ..call.forward import Continuation
 from ..call.runs import Run, TextInputs
 
@@ -22,13 +22,14 @@ class ContinueText(Run):
         forward, state, valid = self.forward, self.forward.state, text.valid
         assert state is not None
         batch, device, given = len(text.embeds), forward.device, text.arguments.get("position_ids")
-        if state.offset is None:
+        if state.positions.offset is None:
             # adopted for a prompt that was refused, or reset
-            state.offset = torch.full((batch,), -forward.plan.family.first_position, device=device)
+            state.positions.offset = torch.full((batch,), -forward.plan.family.first_position, device=device)
         at = torch.arange(forward.seen, forward.seen + forward.length, device=device)
-        if text.new_turn and state.shared.axes_ahead is not None:
-            (state.offset, state.ahead), state.shared.axes_ahead = state.shared.behind_pictures(), None
-        offset, apart = _offset(state, given, forward.seen, device)
+        if text.new_turn:
+            state.positions = state.positions.next_turn()
+        follows = state.positions
+        offset, apart = _offset(follows, given, forward.seen, device)
         chosen = None
         if valid is None:
             places, padded = at.expand(batch, -1), False
@@ -38,8 +39,8 @@ class ContinueText(Run):
             valid = valid.to(device, non_blocking=True)
             places, padded = at.expand_as(valid).masked_fill(~valid, -1), True
             positions = (forward.seen - offset[:, None] + valid.cumsum(1) - 1).clamp(min=0)
-            assert state.offset is not None
-            state.offset = state.offset + (~valid).sum(1).to(state.offset.device)
+            assert follows.offset is not None
+            follows.offset = follows.offset + (~valid).sum(1).to(follows.offset.device)
         forward.incoming.phases.append((0, Phase(places.to(torch.int32), padded, chosen)))
         if given is not None and given.dim() == 3:
             positions = positions.expand(given.shape[0], -1, -1)
@@ -49,21 +50,23 @@ class ContinueText(Run):
         text.arguments["position_ids"] = positions
 
 
-def _offset(state: CacheState, given: Tensor | None, seen: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def _offset(
+    follows: NextPositions, given: Tensor | None, seen: int, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
     """``[B]`` long, the offset of positions behind ``seen`` tokens, and how much further each axis is, ``[B, 3]``, if they
     differ. Rows whose ``given`` positions continue behind all frames of a slow clip leave that gap behind."""
-    assert state.offset is not None
-    offset, apart = state.offset.to(device), state.shared.axes_ahead
-    if state.ahead is None or given is None or given.dim() != 3:
+    assert follows.offset is not None
+    offset, apart = follows.offset.to(device), follows.axes_ahead
+    if follows.ahead is None or given is None or given.dim() != 3:
         return offset, apart
-    ahead = state.ahead.to(device)
+    ahead = follows.ahead.to(device)
     jumps = (given[-3:, :, 0].to(device) == seen - (offset - ahead)).all(0)
     # decided on the device: the host would wait for the answer at every step
     differs = ahead > 0 if apart is None else (ahead > 0) | (apart != 0).any(1).to(device)
     jumped = (jumps & differs).any()
-    state.offset = torch.where(jumped & jumps, offset - ahead, offset)
+    follows.offset = torch.where(jumped & jumps, offset - ahead, offset)
     # nothing in any row, once one has jumped
-    state.ahead = ahead.masked_fill(jumped, 0)
+    follows.ahead = ahead.masked_fill(jumped, 0)
     if apart is not None:
-        state.shared.axes_ahead = apart = apart.to(device).masked_fill(jumped, 0)
-    return state.offset, apart
+        follows.axes_ahead = apart = apart.to(device).masked_fill(jumped, 0)
+    return follows.offset, apart

@@ -147,7 +147,8 @@ def text_behind(
     """Queries, keys and values of the text that the draft of ``stage`` writes behind a prompt, whose keys the
     cache holds; nothing of it is stored. ``positions`` are those that the text model was given."""
     state, family, device = prompt.state, prompt.plan.family, prompt.device
-    assert state is not None and state.offset is not None
+    assert state is not None and state.positions.offset is not None
+    offset, ahead = state.positions.offset, state.positions.ahead
     model, batch = prompt.plan.drafts[stage.number], len(prompt.layout.valid)
     undo = [layer.snapshot() for layer in state.recurrent]
     try:
@@ -155,7 +156,7 @@ def text_behind(
         end = prompt.seen + prompt.length
         at = torch.arange(end, end + written.shape[1], device=device).expand_as(written)
         # an answer goes on behind all frames
-        begins = state.offset.to(device) - (0 if state.ahead is None else state.ahead.to(device))
+        begins = offset.to(device) - (0 if ahead is None else ahead.to(device))
         places = at - begins[:, None]
         if positions is not None and positions.dim() == 3:
             places = places.expand(len(positions), -1, -1)

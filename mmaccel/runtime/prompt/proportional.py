@@ -30,7 +30,7 @@ class WeighTokens(Run):
         """Tell the cache the weights of the tokens that are left."""
         prompt, state, embeds = self.prompt, self.prompt.state, text.embeds
         option = prompt.plan.recipe.proportional
-        before = None if state is None else state.shared.weights
+        before = None if state is None else state.shared.places.weights
         weights = None if option == "none" else _weights(prompt, embeds, text.planes, clips=option == "all")
         if weights is None and before is None:
             return
@@ -39,7 +39,7 @@ class WeighTokens(Run):
         earlier = weights[:, :0] if before is None else before.to(weights.device)
         prompt.incoming.weights = torch.cat([pad(earlier, (0, prompt.seen - earlier.shape[1])), weights], dim=1)
         if state is not None:
-            state.shared.weights = prompt.incoming.weights
+            state.shared.places.weights = prompt.incoming.weights
 
 
 def _weights(prompt: Prompt, embeds: Tensor, planes: list[Tensor], clips: bool) -> Tensor | None:

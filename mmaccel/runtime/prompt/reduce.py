@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kv.positions import NextPositions
 from ..call.call import Call
 from ..call.forward import Prompt, rows_at, to_device_packed
 from ..call.plan import ModelPlan
@@ -73,7 +74,7 @@ class ReducePrompt(Run):
                 reduction = self.reducer.reduce(stage, plan.family.entering(text.embeds, text.planes), None, looked)
                 text.substitute(reduction)
         if prompt.state is not None:
-            prompt.first_time = prompt.state.shared.note_pictures(prompt.layout.visual, prompt.seen)
+            prompt.first_time = prompt.state.shared.places.note_pictures(prompt.layout.visual, prompt.seen)
 
     def _take_from_towers(self, text: TextInputs) -> None:
         """Keep the tokens that methods inside the towers have left."""
@@ -160,19 +161,19 @@ def _positions(prompt: Prompt, left: CompactedPrompt, given: Tensor | None, devi
     kept = positions[..., torch.arange(len(left.at), device=device)[:, None], left.at]
     if plan.recipe.positions == "paper" and (plan.encoder is not None or plan.projector):
         # what enters the language model is numbered through
-        start = state.offset.to(device) if state is not None and state.offset is not None else None
-        first = plan.family.first_position
-        kept = (left.rank + first if start is None else left.rank + (prompt.seen - start)[:, None]).clamp(min=0)
+        offset = None if state is None else state.positions.offset
+        first = plan.family.first_position if offset is None else (prompt.seen - offset.to(device))[:, None]
+        kept = (left.rank + first).clamp(min=0)
         after, ahead = kept.amax(1) + 1, None
         if positions.dim() == 3:
             kept = kept.expand(positions.shape[0], -1, -1)
     if state is not None:
-        state.offset, state.ahead, state.shared.axes_ahead = prompt.seen + prompt.length - after, None, None
+        state.positions = follows = NextPositions(prompt.seen + prompt.length - after)
         if ahead is not None and positions.dim() == 3:
             # asked once here, so that most calls need not look at it while they decode
             later, differ = torch.stack([(ahead > 0).any(), apart.any()]).tolist()
-            state.ahead = ahead if later or differ else None
-            state.shared.axes_ahead = apart if differ else None
+            follows.ahead = ahead if later or differ else None
+            follows.axes_ahead = apart if differ else None
         for layer in plan.stage_at_layer:
             state.shared.split(plan.family.stored_from(layer))
     return kept
@@ -187,20 +188,20 @@ def positions_everywhere(prompt: Prompt, given: Tensor | None, device: torch.dev
 def _given(prompt: Prompt, left: CompactedPrompt, positions: Tensor | None, device: torch.device) -> Tensor:
     """The caller's position ids for the whole prompt, ``[1 or axes, B, S]`` or ``[B, S]``; where there are none, those that
     follow the cache."""
-    batch, state = len(left.at), prompt.state
+    batch, offset = len(left.at), None if prompt.state is None else prompt.state.positions.offset
     if positions is None:
         positions = torch.arange(prompt.seen, prompt.seen + prompt.length, device=device).expand(batch, -1)
-        if state is not None and state.offset is not None:
+        if offset is not None:
             # the cache may have seen padding, or forgotten places
-            follows = prompt.seen - state.offset.to(device)
+            follows = prompt.seen - offset.to(device)
             positions = (follows[:, None] + left.valid.cumsum(1) - 1).clamp(min=0)
     positions = positions.to(device)
     if positions.shape[-2] == 1 and batch > 1:
         positions = positions.expand(*positions.shape[:-2], batch, -1)
-    if positions.dim() == 2 and prompt.seen and state is not None and state.offset is not None:
+    if positions.dim() == 2 and prompt.seen and offset is not None:
         # ``generate`` counts tokens, and where chunks have joined positions go on before that
         first = positions.gather(1, left.valid.long().argmax(1, keepdim=True))
-        positions = (positions - first + prompt.seen - state.offset.to(device)[:, None]).clamp(min=0)
+        positions = (positions - first + prompt.seen - offset.to(device)[:, None]).clamp(min=0)
     return positions
 
 
