@@ -201,6 +201,30 @@ class Family(LanguageModel, ModelTowers):
         return []
 
 
+class BothWays(Family):
+    """Base of families in whose prompts all tokens of one type attend to each other, if the call has token types."""
+
+    masks_above = True
+    no_return = undivided = BOTH_WAYS
+    #: the type of these tokens, in the first of :attr:`extra_inputs`
+    mutual_type: ClassVar[int]
+
+    def mask_argument(self, real: Tensor | None) -> Tensor:
+        """A four-dimensional mask, which models pass through unchanged."""
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool)
+
+    def bidirectional_groups(
+        self, ids: Tensor, valid: Tensor, extra_inputs: Mapping[str, Any], seen: int
+    ) -> Tensor | None:
+        types: Tensor | None = extra_inputs.get(self.extra_inputs[0])
+        if types is None:
+            return None
+        # of all tokens or of the new ones; candidates behind them have type 0
+        new = types.cpu()[:, seen if types.shape[1] > ids.shape[1] else 0 :]
+        new = functional.pad(new, (0, ids.shape[1] - new.shape[1]))
+        return torch.where((new == self.mutual_type) & valid, 0, -1)
+
+
 def slides(config: Any) -> bool:
     """Whether any layer of the language model has a sliding window."""
     text = config.text_config
@@ -219,18 +243,6 @@ def consecutive(sizes: Iterable[Iterable[tuple[int, int, int]]], clips: bool = F
             pictures[-1].append(Tile.raster(t, h, w, offset, frame=frame if clips else 0))
             offset += t * h * w
     return pictures
-
-
-def passed_on() -> Tensor:
-    """A four-dimensional mask, which models pass through unchanged."""
-    return torch.ones(1, 1, 1, 1, dtype=torch.bool)
-
-
-def types_of_new(types: Tensor, ids: Tensor, seen: int) -> Tensor:
-    """Token types ``[B, S]`` of the new tokens ``ids [B, S]``, on the CPU, from ``types`` of all tokens or of the new
-    ones; candidates behind them have type 0."""
-    new = types.cpu()[:, seen if types.shape[1] > ids.shape[1] else 0 :]
-    return functional.pad(new, (0, ids.shape[1] - new.shape[1]))
 
 
 def clip_frames(encoded: EncoderCall) -> tuple[int, int]:

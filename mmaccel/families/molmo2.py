@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core.layout import Modality, Picture
-from .base import BOTH_WAYS, Facts, Family, consecutive, passed_on, types_of_new
+from .base import BothWays, Facts, consecutive
 from .tower import EncoderCall
 
 
-class Molmo2(Family):
+class Molmo2(BothWays):
     """A picture is two tiles, the small one whole and the other joined of its crops. The marks around pictures and behind rows
     are text, and with the tokens of all pictures of a prompt they attend both ways.
     """
@@ -25,8 +24,7 @@ class Molmo2(Family):
     since = "5.23"
     modalities = ("image", "video")
     extra_inputs = ("mm_token_type_ids",)
-    masks_above = True
-    no_return = undivided = BOTH_WAYS
+    mutual_type = 1
     closed = "cuts pictures into crops that overlap"
     layers_path = ""
 
@@ -53,13 +51,3 @@ class Molmo2(Family):
         if modality == "image":
             return consecutive([[(1, h, w), (1, rows, columns)] for h, w, rows, columns in given])
         return consecutive([[(1, h, w)] * frames for frames, h, w in given], clips=True)
-
-    def mask_argument(self, real: Tensor | None) -> Tensor:
-        return passed_on()
-
-    def bidirectional_groups(
-        self, ids: Tensor, valid: Tensor, extra_inputs: Mapping[str, Any], seen: int
-    ) -> Tensor | None:
-        """All tokens of pictures, if the call has token types, as in the bare model."""
-        kinds = extra_inputs.get("mm_token_type_ids")
-        return None if kinds is None else torch.where((types_of_new(kinds, ids, seen) == 1) & valid, 0, -1)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from .base import BOTH_WAYS, Facts, Family, passed_on, types_of_new
+from .base import BothWays, Facts
 from .gemma3 import within
 
 
-class PaliGemma(Family):
+class PaliGemma(BothWays):
     """``n * n`` tokens a picture, raster order; the prompt, text too, attends both ways, and what follows it causally."""
 
     name = "paligemma"
@@ -21,8 +20,7 @@ class PaliGemma(Family):
     place = 15
     facts = Facts(clips=False, cls=False)
     extra_inputs = ("token_type_ids",)
-    masks_above = True
-    no_return = undivided = BOTH_WAYS
+    mutual_type = 0
     first_position = 1
 
     def __init__(self, model: Any, processor: Any = None) -> None:
@@ -35,16 +33,10 @@ class PaliGemma(Family):
                 'load it with attn_implementation="eager".'
             )
 
-    def mask_argument(self, real: Tensor | None) -> Tensor:
-        return passed_on()
-
     def bidirectional_groups(
         self, ids: Tensor, valid: Tensor, extra_inputs: Mapping[str, Any], seen: int
     ) -> Tensor | None:
-        """The whole prompt, if the call has token types, as in the bare model."""
-        kinds = extra_inputs.get("token_type_ids")
-        if kinds is None:
-            return None
-        groups = torch.where((types_of_new(kinds, ids, seen) == 0) & valid, 0, -1)
-        within(self.name, groups, getattr(self.text.config, "sliding_window", None), "prompt")
+        groups = super().bidirectional_groups(ids, valid, extra_inputs, seen)
+        if groups is not None:
+            within(self.name, groups, getattr(self.text.config, "sliding_window", None), "prompt")
         return groups

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from mmaccel.families.base import Description
 from mmaccel.families.qwen_vl import Qwen3VL
 from mmaccel.families.tower import EncoderCall
-from mmaccel.runtime.tower.frame_reuse import LayerParts, reuse_layer
-from mmaccel.runtime.tower.reused_frames import Frames
+from mmaccel.runtime.tower.frame_reuse import Frames, LayerParts, reuse_layer
 
 
 def pixelprune(params: Params, arrays: Arrays) -> None:

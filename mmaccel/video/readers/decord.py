@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .base import NotExactError, Reader, upright
-from .packets import Packets, alpha_of, first_frame, matrix_of
+from .packets import Packets, first_matrix
 
 #: frames fetched at once, a bound on memory
 _BATCH = 8
@@ -50,10 +50,7 @@ class DecordReader(Reader):
         packets = Packets.read(path, kind)
         if not packets.closed:
             raise NotExactError("decord is not exact in open groups of pictures; use another back end.")
-        first = first_frame(path, kind)
-        if alpha_of(first):
-            raise NotExactError("decord drops the alpha channel; use another back end.")
-        self._matrix = matrix_of(first)
+        self._matrix = first_matrix(path, kind, self.name)
         # mirrors are turns to decord, other angles nothing, and in Matroska it turns nothing at all
         straight = np.count_nonzero(self._matrix) == 2
         across, down = self._matrix[0]

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...errors import MmaccelError
 from ...media.picture import PictureLimits, check_size
-from .base import rate
+from .base import NotExactError, rate
 
 #: of frames; processors enlarge a thin frame until its shorter side fits the model
 LIMITS = PictureLimits(16_384, 1 << 27, 200)
@@ -55,10 +55,13 @@ def alpha_of(frame: Any) -> bool:
     return any(component.is_alpha for component in frame.format.components)
 
 
-def first_frame(path: Path, kind: str) -> Any:
-    """The first frame, as PyAV gives it."""
+def first_matrix(path: Path, kind: str, reader: str) -> np.ndarray:
+    """Display matrix of the first frame, for a ``reader`` that refuses frames with an alpha channel."""
     with opened(path, kind) as (container, stream):
-        return next(container.decode(stream))
+        frame = next(container.decode(stream))
+        if alpha_of(frame):
+            raise NotExactError(f"{reader} drops the alpha channel; use another back end.")
+        return matrix_of(frame)
 
 
 @dataclass(frozen=True)

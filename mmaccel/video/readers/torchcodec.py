@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from .base import NotExactError, Reader, rate, upright
-from .packets import alpha_of, first_frame, matrix_of
+from .packets import first_matrix
 
 _BATCH = 8
 
@@ -30,13 +30,12 @@ class TorchcodecReader(Reader):
         if kind in ("avi", "flv", "mpeg", "mpegvideo", "mpegts", "mxf", "yuv4mpegpipe", "ivf"):
             raise NotExactError(f"torchcodec is not exact in {kind} files; use another back end.")
         self._path, self._kind = path, kind
-        first = first_frame(path, kind)
-        if alpha_of(first):
-            raise NotExactError("torchcodec drops the alpha channel; use another back end.")
+        # mirrors are turns to torchcodec
+        self._matrix = first_matrix(path, kind, self.name)
         self._decoder = VideoDecoder(str(path), dimension_order="NHWC", num_ffmpeg_threads=1, device="cpu")
         about = self._decoder.metadata
-        # mirrors are turns to torchcodec; before 0.11 it made none, and did not tell
-        self._matrix, self._turned = matrix_of(first), round((getattr(about, "rotation", None) or 0.0) / 90)
+        # before 0.11 it turned none, and did not tell
+        self._turned = round((getattr(about, "rotation", None) or 0.0) / 90)
         self._start = float(about.begin_stream_seconds or 0.0)
         total = len(self._decoder)
         if not total:
