@@ -105,7 +105,7 @@ class Family(LanguageModel, ModelTowers):
     #: the oldest transformers that lays its models out as they are known here
     since: ClassVar[str] = "5.17"
     ranks: int = 1
-    #: whether it is made for reading pages, every letter of which stands in few tokens
+    #: whether it is made for reading pages, whose letters take few tokens each
     reads_pages: ClassVar[bool] = False
     #: arguments of the inner model, beside those of the towers, without which the layout is not known
     extra_inputs: ClassVar[tuple[str, ...]] = ()
@@ -195,7 +195,7 @@ class Family(LanguageModel, ModelTowers):
                 stretch = []
         return ""
 
-    # --- what the family's own code gets wrong under a kept cache ---------------------------------------------
+    # --- functions of the model that are wrong with a kept cache ----------------------------------------------
     def wrappers(self) -> list[tuple[Any, str, Wrapper]]:
         """Instance methods to wrap while a model is accelerated: (object, method name, wrapper)."""
         return []

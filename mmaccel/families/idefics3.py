@@ -14,7 +14,7 @@ from .tower import EncoderCall
 _TILE = re.compile(r"<row_(\d+)_col_(\d+)>\s*$")
 _GLOBAL = re.compile(r"<global-img>\s*$")
 _FRAME = re.compile(r"Frame from \d+:\d+:\s*(?:<fake_token_around_image>)?\s*(?:<global-img>)?\s*$")
-#: all that stands between two frames of one clip; every clip is introduced by a sentence
+#: the text between two frames of one clip; every clip is introduced by a sentence
 _NEXT = re.compile(r"\s*(?:<fake_token_around_image>)?\s*" + _FRAME.pattern)
 
 

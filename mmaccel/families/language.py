@@ -25,9 +25,9 @@ class LanguageModel:
     deepstack: int = 0
     #: whether RoPE turns queries and keys as two halves, in every layer of the language models usual for it
     halves: bool = True
-    #: whether some layers of its language models carry a state where others have attention, and what configurations call such
+    #: whether some layers of its language models carry a state instead of attention (``carrying``: their kinds)
     stateful: bool = False
-    #: why a token cannot run through its language model later than it stands, as the end of "the language model of ..."
+    #: why a dropped token cannot run through its language model later, as the end of "the language model of ..."
     no_return: str | None = None
     carrying: ClassVar[tuple[str, ...]] = ()
     #: why layers of the language model cannot read parts of a prompt apart, as the end of "the language model of ... "; None

@@ -14,7 +14,7 @@ from .internvl import TiledByText
 from .stateful import Stateful
 from .tower import EncoderCall
 
-#: all that stands between two tiles of one picture
+#: the text between two tiles of one picture
 _NEXT = re.compile(r"<\|img_(row_\d+_col_\d+|thumbnail)\|>")
 
 

@@ -16,7 +16,7 @@ from .mrope import ThreeAxes
 from .stateful import Stateful
 from .tower import EncoderCall
 
-#: all that stands in front of a slice of the picture or frame before it, and of the next frame of a clip
+#: the text in front of a slice of the picture or frame before it, and of the next frame of a clip
 _SLICE = re.compile(r"(</image>|</slice>\n?)<slice>")
 _FRAME = re.compile(r"</(image|slice)><image>")
 

@@ -94,7 +94,7 @@ def _continue_generate(
                 )
             # the cache was filled before the model was accelerated
             return original(inputs_tensor, model_kwargs)
-        # transformers 5.17 would go on with `rope_deltas` here
+        # transformers 5.17 would continue with `rope_deltas` here
         text = GenerationMixin._prepare_position_ids_for_generation(family.model, inputs_tensor, model_kwargs)[None]
         if not pictures:
             return text

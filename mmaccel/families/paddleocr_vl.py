@@ -18,7 +18,7 @@ class RasterVL(Qwen2VL):
     attention_name = "self_attn"
 
     def units(self, encoded: EncoderCall, patches: int, width: int | None = None) -> Tensor:
-        """The blocks that the projector joins, whose patches stand in different rows."""
+        """The blocks that the projector joins, whose patches are in different rows."""
         assert width is not None
         return raster_blocks(patches // width, self.merge, width)
 

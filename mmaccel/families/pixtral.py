@@ -30,7 +30,7 @@ class Mistral3(Family):
         return int(self.config.spatial_merge_size)
 
     def frames(self, encoded: EncoderCall) -> list[list[tuple[int, int]]]:
-        """Pictures stand one behind the other; attention stays inside each."""
+        """Pictures are packed one behind the other; attention stays inside each."""
         patch, given = self.vision.patch_size, encoded.arguments.get("image_sizes")
         if given is None:
             # LLaVA may be called without: all pictures are as large as the tensor then

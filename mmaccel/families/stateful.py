@@ -21,7 +21,7 @@ class Stateful(Family):
 
     stateful = True
     undivided = "has layers with a recurrent state, and two states do not join"
-    #: the attribute of a layer that holds what carries its state
+    #: the attribute of a layer that is the module with its state
     net_name: ClassVar[str] = "linear_attn"
 
     @cached_property

@@ -21,7 +21,7 @@ class TextTower:
 
     name : as the user gave it.
     norm, projection : the vision tower's last norm and its projection into the common space, ``[width, d]``.
-    texts : from a text to embeddings ``[segments, d]``; what is longer than the context of the tower makes several.
+    texts : from a text to embeddings ``[segments, d]``; a text longer than the context of the tower has several.
     words : from a text to the embeddings of its tokens ``[tokens, d]``, those at its ends included.
     """
 

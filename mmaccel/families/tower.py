@@ -234,6 +234,6 @@ class ModelTowers(Towers):
         return None
 
     def features(self, output: Any) -> list[Tensor]:
-        """The features ``[..., D]`` in what ``get_image_features`` or ``get_video_features`` returned."""
+        """The features ``[..., D]`` in the ``output`` of ``get_image_features`` or ``get_video_features``."""
         features = output.pooler_output
         return [features] if isinstance(features, Tensor) else list(features)

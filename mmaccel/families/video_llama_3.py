@@ -1,4 +1,4 @@
-"""VideoLLaMA 3: pictures of any size, clips at half of it; of a clip's later frames only what changed is in the prompt."""
+"""VideoLLaMA 3: pictures of any size, clips at half of it; of later frames only the tokens that changed are in the prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tower import EncoderCall
 
 class VideoLlama3(PackedGrids):
     """The processor says along how many patches of a side a picture is averaged: of pictures every patch makes a token, of
-    clips every block of 2x2, which stand one behind the other. Frames are separate runs with time stamps between them, in
+    clips every block of 2x2, whose patches are consecutive. Frames are separate runs with time stamps between them, in
     plain positions, and its ``video_compression_mask`` says which of their tokens are there.
     """
 

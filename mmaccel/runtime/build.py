@@ -56,7 +56,7 @@ from .prompt.proportional import WeighTokens
 from .prompt.reduce import LookFirst, ReducePrompt, WritePrompt, positions_everywhere
 from .prompt.tokens import TokenReducer
 
-#: what one call may have otherwise: everything else decides which modules are hooked and what the tower is tapped for
+#: options that may differ in one call: all others decide which modules are hooked and which taps the tower has
 PER_CALL = ("retain", "positions", "variant", "text_retain", "proportional")
 
 
@@ -143,7 +143,7 @@ def _of(kind: type | tuple[type, ...], stages: tuple[PlannedStage[Any], ...]) ->
 
 
 def _fit(stage: Stage, method: Method, family: Family, notes: list[str]) -> Method:
-    """The method with what depends on the model filled in; a default layer that is out of reach is moved."""
+    """The method with its defaults for this model; a default layer that is out of reach is moved."""
     variant: Literal["official", "exact"] = "official" if method.official else "exact"
     fitted = method.fit(family).by(variant)
     if not isinstance(fitted, LayerMethod) or "layer" in stage.options:

@@ -14,7 +14,7 @@ from ..errors import MmaccelError
 KINDS = (
     "mov", "matroska", "avi", "gif", "flv", "asf", "ogg", "mpegts", "mpeg", "mpegvideo", "mxf", "yuv4mpegpipe", "ivf",
 )  # fmt: skip
-#: what files of these kinds are called
+#: suffixes of files of these kinds
 SUFFIXES = tuple(
     ".mp4 .m4v .mov .qt .f4v .3gp .3g2 .mkv .webm .avi .flv .wmv .asf .ogv .ogm .ts .mts .m2ts .m2t .mpg .mpeg .m2v .mpv .vob "
     ".mxf .y4m .ivf".split()
@@ -36,7 +36,7 @@ _STARTS = {
 }
 #: brands of files in boxes that hold pictures, such as AVIF
 _STILL = (b"avif", b"avis", b"heic", b"heix", b"hevc", b"hevx", b"mif1", b"msf1")
-#: bytes that tell what a file is
+#: number of bytes that identify a file
 HEAD = 4096
 _PLAYLISTS = (b"#EXTM3U", b"ffconcat", b"[playlist]", b"v=0", b"<MPD", b"<ASX", b"<asx", b"<SMIL", b"<smil")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.,-]+:")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -80,7 +79,7 @@ def decode_sampled(path: Path_, sample: Callable[..., Any] | None) -> tuple[np.n
 
     wanted = np.zeros(0, dtype=np.int64)
 
-    def choose(reader: Reader, path: Path, _: DecodeSpec) -> np.ndarray:
+    def choose(reader: Reader) -> np.ndarray:
         nonlocal wanted
         times, fps = reader.timestamps, reader.fps
         total, seconds = len(times), length(times, fps)

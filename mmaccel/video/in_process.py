@@ -39,7 +39,7 @@ def decode_in_process(
     spec: DecodeSpec,
     names: Sequence[str],
     trying: Callable[[str], None],
-    choose: Callable[[Reader, Path, DecodeSpec], np.ndarray] | None = None,
+    choose: Callable[[Reader], np.ndarray] | None = None,
     make: Make = empty,
 ) -> Clip:
     """Decode in this process by the back ends ``names``; ``trying(name)`` is called before each.
@@ -47,11 +47,16 @@ def decode_in_process(
     ``choose`` gives the frames to decode, ``[T]`` ascending; by default ``spec`` does. What ``make`` gives is filled, and
     comes back as the clip's frames.
     """
-    choose = choose or _choose
     file = local(path)
+
+    def read(reader: Reader) -> Clip:
+        indices = (_choose(reader, file, spec) if choose is None else choose(reader)).tolist()
+        times, frames = _frames(reader, indices, spec, file, make)
+        return Clip(frames, indices, len(reader.timestamps), reader.fps, times, reader.name)
+
     if file.is_dir():
         trying(PicturesReader.name)
-        return _read(PicturesReader(file, "", spec.folder_fps), file, spec, choose, make)
+        return read(PicturesReader(file, "", spec.folder_fps))
     kind = container(file)
     failed: list[str] = []
     error: Exception | None = None
@@ -61,7 +66,7 @@ def decode_in_process(
             failed.append(f"{name} is not installed or does not load")
             continue
         try:
-            clip = _read(READERS[name](file, kind), file, spec, choose, make)
+            clip = read(READERS[name](file, kind))
         except _NoRemedy:
             raise
         except MemoryError as caught:
@@ -95,7 +100,7 @@ class _NoRemedy(MmaccelError):
 
 
 def _telling(error: Exception | None) -> int:
-    """Rank of an error by what it says about the video: ours first, then those of back ends, then refusals."""
+    """Rank of an error by its information about the video: ours first, then those of back ends, then refusals."""
     if error is None:
         return 0
     return 1 if isinstance(error, NotExactError) else 3 if isinstance(error, MmaccelError) else 2
@@ -105,14 +110,6 @@ def _reason(error: BaseException) -> str:
     line = first_line(error)
     # decord puts its clock and source file in front
     return (line.split(": ", 1)[-1] if line.startswith("[") else line)[:200]
-
-
-def _read(
-    reader: Reader, path: Path, spec: DecodeSpec, choose: Callable[[Reader, Path, DecodeSpec], np.ndarray], make: Make
-) -> Clip:
-    indices = choose(reader, path, spec).tolist()
-    times, frames = _frames(reader, indices, spec, path, make)
-    return Clip(frames, indices, len(reader.timestamps), reader.fps, times, reader.name)
 
 
 def _choose(reader: Reader, path: Path, spec: DecodeSpec) -> np.ndarray:

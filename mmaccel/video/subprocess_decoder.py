@@ -1,10 +1,10 @@
 """Decode in a subprocess that can be killed.
 
-A decoder works on what strangers wrote, in C. In a process of its own it may crash, hang or eat memory: the caller gets an
+Decoders are C code that reads untrusted files. In a subprocess a decoder may crash, hang or eat memory: the caller gets an
 error about that one video. This is not a sandbox against code that takes the process over.
 
 The parent writes a line of JSON for every video. The child answers with lines of JSON: the back end that it tries, the shape
-of the frames, and when the parent has room for them and says so, each picture, its bytes behind its line, and what it is of.
+of the frames, and when the parent has room for them and says so, each picture, its bytes behind its line, and its metadata.
 So the child holds a picture at a time. An idle child waits for the next video and ends when its parent does.
 """
 
@@ -45,7 +45,7 @@ _START = (
 #: bytes that a decoder may have beside the frames it gives
 _DECODER = 512 << 20
 _HERE = str(Path(__file__).parent.parent)
-#: what the parent says when it has room
+#: message of the parent when it has room
 _GO = "go"
 
 
@@ -99,7 +99,7 @@ class _Child:
             code = self.end()
             answer["ended"] = "late" if late.is_set() else signal.Signals(-code).name if code < 0 else f"status {code}"
         except BaseException:
-            # the caller was interrupted: what the child still writes must not be taken for the next answer
+            # the caller was interrupted: output that the child still writes must not be taken for the next answer
             self.end()
             raise
         finally:

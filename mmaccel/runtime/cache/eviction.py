@@ -194,7 +194,7 @@ class EvictByDraft(EvictKeys):
         self._arguments = text.arguments
 
     def finish(self) -> None:
-        """Show the policy what the layers make of the draft's text behind the prompt, and evict."""
+        """Show the policy the attention of the draft's text behind the prompt, and evict."""
         assert self.prompt is not None
         prompt = self.prompt.prompt
         with prompt.measured("selection", prompt.device):

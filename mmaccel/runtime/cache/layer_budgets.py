@@ -123,7 +123,7 @@ def _same_tokens(scores: list[Tensor], waiting: list[Waiting], row: int) -> Iter
 
 
 def _proportions(scores: Tensor) -> Tensor:
-    """Scores ``[..., n]`` as shares that are not negative; what must stay counts as the best of the rest."""
+    """Scores ``[..., n]`` as shares that are not negative; keys that must stay count as the best of the others."""
     if not scores.shape[-1]:
         # a row without pictures
         return scores

@@ -3,10 +3,10 @@
 A layer is packed as soon as nothing is evicted from it any more, if the host knows how many tokens are due. Layers of which
 only the device knows wait for the end of the forward, and their numbers of tokens are copied to the host together.
 
-While tokens are decoded, packing interrupts steps that are otherwise alike. So it is known beforehand which step is the next
-to pack (:class:`PackTimes`), and heads of a row that fill their pages at different steps do not have a
-step each: they are packed together, once in so many tokens as a page has. Every row has steps of its own, whatever its
-neighbours are, and a row without pictures has none: nothing of it is packed.
+While tokens are decoded, packing interrupts captured steps. So the next step that packs is known beforehand
+(:class:`PackTimes`), and heads of a row that fill their pages at different steps are packed together, once in as many tokens
+as a page has. Every row has its own steps, whatever its neighbours are, and a row without pictures has none: nothing of it is
+packed.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class PackKeys(Run):
         self.salient: Tensor | None = None
         self.query_energy: dict[int, Tensor] = {}
         self.waiting: list[QuantisedLayer] = []
-        #: indices that packing replaced, so that layers go on sharing one
+        #: indices that packing replaced, so that layers still share one
         self._replaced: dict[int, tuple[KeyIndex, KeyIndex]] = {}
         #: layers that were packed, or wait for the end of the forward
         self._done: set[int] = set()
         self._counted: dict[tuple[int, int], Tensor] = {}
 
     def before_text(self, text: TextInputs) -> None:
-        """Note what codecs must know of a prompt."""
+        """Note the facts about a prompt that codecs need."""
         prompt, embeds = self.forward, text.embeds
         if not isinstance(prompt, Prompt):
             return
@@ -146,7 +146,7 @@ class PackKeys(Run):
 
     @cached_property
     def rows(self) -> list[bool]:
-        """The rows that are looked at in this forward, of every layer alike."""
+        """The rows that are looked at in this forward, the same in every layer."""
         forward, phase = self.forward, self.forward.phase(0)
         before = self.times.at or [0] * len(phase.places)
         if isinstance(forward, Prompt) or phase.padded:

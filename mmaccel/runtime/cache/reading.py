@@ -15,12 +15,12 @@ from .sparse_read import first_layer, packed_read, prepare_reads, read_layer, sp
 
 
 class RecallKeys(CachePolicy):
-    """The attention of one layer chooses what all layers above it read in the same step."""
+    """The attention of one layer chooses the keys that all layers above it read in the same step."""
 
     reads_keys = True
 
     def after_attention(self, layer: LayerAttended) -> None:
-        """Note the keys of a prompt; at a decode step choose what the layers above read."""
+        """Note the keys of a prompt; at a decode step choose the keys that the layers above read."""
         if self.prompt is not None:
             self.prompt.note(layer.number, layer.query.device)
             return
@@ -67,7 +67,7 @@ class ReadKeys(CachePolicy):
             self._queries[layer.number] = layer.query[:, :, -window:].clone(), places >= 0
 
     def finish(self) -> None:
-        """A prompt is over: prepare what its layers choose from in the steps that follow."""
+        """Prepare, behind a prompt, the choices of its layers in the steps that follow."""
         if self.prompt is not None:
             layers = self.state.layers[first_layer(self.reading, self.depth) :]
             with self.forward.measured("selection", self.forward.phase(0).places.device):

@@ -217,7 +217,7 @@ class Schedule:
             keys, values = keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
             queries = queries.unflatten(1, (heads, -1)).flatten(0, 1)
             received, outgoing = (None if x is None else x.flatten(0, 1)[:, None] for x in (received, outgoing))
-        # by place: packed pictures stand before text that is older
+        # by place: packed pictures are stored before text that is older
         order = None if together.in_order else index.argsort(dim=1, stable=True)
 
         def sorted_(x: Tensor) -> Tensor:

@@ -127,12 +127,12 @@ def _chosen(
         scaling,
     )
     picked, carried = policy.pick(step)
-    # what the base picks by ratings that it has checked needs no check
+    # the base picks by ratings that it has checked
     if type(policy).pick is not ReadingPolicy.pick:
         check_type(policy, "pick()", picked, Picked)
         units = check_tensor(policy, "pick() (`units`)", picked.units, "int32", (query.shape[0], None, None), query)
         check_tensor(policy, "pick() (`counts`)", picked.counts, "int32", units.shape[:2], query)
-        # behind those that are picked stands the number of all
+        # behind the picked units the number of all units is a filler
         check_slots(policy, "pick() (`units`)", units, choices.gone.shape[2] // choices.each + 1)
         total = None
     return choices.chosen(picked, total if query.device.type == "cpu" else None), carried

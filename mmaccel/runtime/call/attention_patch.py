@@ -58,7 +58,7 @@ def register(base: str, kind: AttentionKind) -> str:
 
 
 def _mask(base: str, *args: Any, **kwargs: Any) -> Any:
-    """No mask while mmaccel shapes the forward (the attention function makes it), else what ``base`` would make."""
+    """No mask while mmaccel shapes the forward (the attention function makes it), else the mask of ``base``."""
     call = current()
     if call is not None and call.text.runs is not None and call.observer is None:
         return None
@@ -140,7 +140,7 @@ class AttentionPatch:
         return [(config, config._attn_implementation) for config in self._configs]
 
     def check_backend(self) -> None:
-        """Raise when the config names what mmaccel cannot build on."""
+        """Raise when the config names an implementation that mmaccel cannot build on."""
         for _, base in self.bases():
             if base not in BACKENDS and not is_flash(base):
                 raise UnsupportedError(
@@ -149,7 +149,7 @@ class AttentionPatch:
                 )
 
     def check(self) -> None:
-        """Raise when a module no longer has the config that was patched in, or that names what mmaccel cannot build on."""
+        """Raise when a module no longer has its patched config, or the backend is one that mmaccel cannot build on."""
         for module, patched in self._seen:
             if module.config is not patched:
                 raise UnsupportedError(

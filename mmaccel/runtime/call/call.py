@@ -57,7 +57,7 @@ class CallInputs:
 class VisionState:
     """The vision towers in one call.
 
-    taps : reads what methods ask to see of the towers.
+    taps : reads attention and features of the towers for methods.
     outputs : the pictures and clips that were encoded in this call. running : those that are being encoded.
     """
 
@@ -74,8 +74,8 @@ class TextState:
     forwards : how many forwards there were before.
     timer : when the forward began, and the name under which its time is counted.
     dropped : ``[B, S]`` bool, which rows of the logits belong to dropped tokens; set when the forward is over.
-    counted : the statistics of this call while it reads its prompt again, as it does at every step without a cache; what that
-        counts is not the call's, whose prompt is counted once.
+    counted : the statistics of this call while it reads its prompt again, as it does at every step without a cache, which is
+        not counted again.
     """
 
     runs: Runs | None = None
@@ -118,7 +118,7 @@ class Call(Generic[P]):
 
     observer : sees the attention of the pass that is being run, if it is a look ahead.
     result : the last prompt with pictures, and the tokens that are left of it.
-    states : what mechanisms remember during the call, by class; see :meth:`state`.
+    states : states of mechanisms during the call, by class; see :meth:`state`.
     """
 
     plan: P
@@ -218,7 +218,7 @@ def push(call: Call[Any]) -> None:
 
 
 def pop(call: Call[Any]) -> None:
-    """Close ``call``, wherever it stands; a forward that it is in the middle of has been broken off."""
+    """Close ``call``, whether or not it is the innermost; a forward that still runs was interrupted."""
     if call.text.runs is not None:
         call.text.runs.finalize(whole=False)
     _hold(tuple(one for one in _calls.get() if one is not call))

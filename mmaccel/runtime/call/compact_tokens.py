@@ -51,7 +51,7 @@ class CompactTokens(ABC):
     """The tokens that are left of the ``S0`` of a run, CLS tokens included, counted in one flat sequence, tile after tile.
 
     owner : ``[S0]`` long, the remaining token that each original token is part of, or is predicted from.
-    place : ``[S]`` long, the original token in whose place each remaining one stands; ascending.
+    place : ``[S]`` long, the original token whose place each remaining one has; ascending.
     open : whether the tower holds the remaining tokens only, and not the full grid.
     """
 

@@ -1,4 +1,4 @@
-"""One forward of the text model that mmaccel shapes, as data: a prompt with pictures, or what goes on behind one."""
+"""One forward of the text model that mmaccel shapes, as data: a prompt with pictures, or its continuation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StageResult:
     stage : which stage of the recipe.
     layer : the decoder layer at whose input it works; 0 before the language model.
     reduction : ``[B, S]``, over this stage and all before it.
-    units, signals : what the method reduced, and the figures per token that it was shown, ``[N, n]`` (sums over tower layers).
+    units, signals : the tokens that the method reduced, and their figures that it saw, ``[N, n]`` (sums over tower layers).
     """
 
     stage: int

@@ -125,7 +125,7 @@ class TextHooks:
         prefill = length > 1
         if prefill and not call.text.forwards:
             seen, given = 0 if call.cache is None else call.cache.get_seq_length(), call.inputs.given_length
-            # the first candidates of a draft may stand behind a prompt
+            # the first candidates of a draft may follow a prompt
             drafted = 0 if given is None else max(0, seen + length - given)
             call.stats.prompt_tokens += batch * (length - drafted if drafted < length else length)
         else:
@@ -150,7 +150,7 @@ class TextHooks:
         try:
             segments = _layout(call, ids, torch.ones_like(ids, dtype=torch.bool)).segments
         except UnsupportedError:
-            # what cannot be laid out cannot be reduced either, and is refused where that matters
+            # prompts without a layout cannot be reduced either, and are refused where that matters
             return
         clips = {s.picture for s in segments if s.modality == "video" or bool((s.tile.cells[:, 0] > 0).any())}
         if any(s.picture not in clips for s in segments):
@@ -158,7 +158,7 @@ class TextHooks:
             call.stats.notes += [f"{name} {left}" for name in call.plan.choosers]
 
     def _adopt(self, kwargs: dict[str, Any], seen: int) -> CacheState | None:
-        """The state of the call's cache, which is made here if the call has none; None if it is to have none."""
+        """The state of the call's cache, which is created if the call has none; None with ``use_cache=False``."""
         cache, use = cache_in(kwargs), kwargs.get("use_cache")
         config = self.plan.family.text.config
         if cache is None:
@@ -258,7 +258,7 @@ class TextHooks:
             return output
         if output.last_hidden_state.shape[1] == forward.length:
             return None
-        # tokens that came back are stored, and nobody asks what follows them
+        # tokens that came back are stored, and their outputs are not needed
         output.last_hidden_state = output.last_hidden_state[:, -forward.length :]
         return output
 

@@ -53,7 +53,7 @@ class Plan:
     """A recipe on the vision towers of one model. Two plans are never equal: a call belongs to one of them, or to one that was
     made of it for this call alone.
 
-    towers : the model's family, or the adapter of an encoder that stands alone.
+    towers : the model's family, or the adapter of an image encoder.
     stages : those of the recipe, in its order.
     encoder : the stage inside the towers, or None.
     notes : notes for the statistics of every call.
@@ -82,7 +82,7 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class EncoderPlan(Plan):
-    """A recipe of one method inside an encoder that stands alone."""
+    """A recipe of one method inside an image encoder."""
 
     encoder: PlannedStage[EncoderMethod]
 
@@ -97,7 +97,7 @@ class ModelPlan(Plan):
     stage_at_layer : the stage that works at the input of a decoder layer.
     chunks : the stage that has lower layers read a prompt in chunks.
     policy : the stage that works on stored keys. token_groups : the groups of tokens that codecs pack alike.
-    reading, draft_policy : the same stage as ``policy``, where it chooses what every layer reads, or scores by a draft's text.
+    reading, draft_policy : the same stage as ``policy``, if it chooses the keys that layers read, or scores by a draft's text.
     reactivates : whether tokens that layers drop may come back.
     choosers : names of methods that do nothing but choose frames.
     text_towers : by name, for methods that read the question with CLIP.

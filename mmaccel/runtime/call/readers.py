@@ -6,7 +6,7 @@ reader             the forward
 read_static        a captured step, whose cache is pinned
 read_observed      a look ahead, which stores nothing
 read_stored        one that mmaccel shapes: dense, ragged, packed or chosen keys, see :func:`read_stored`
-read_given         any other, such as a text-only call: what the model itself was given
+read_given         any other, such as a text-only call: the model's own keys and values
 =================  =============================================================================================
 """
 
@@ -209,7 +209,7 @@ def _for_flash(forward: Forward, number: int, given: Attention, seen: LayerAtten
     given.options.pop("position_ids", None)
     query, phase, index = given.query, forward.phase(seen.number), forward.index(seen.number)
     if query.shape[2] < given.key.shape[2]:
-        # what follows a prompt is causal, though the prompt may not be and its modules say so
+        # tokens behind a prompt are causal, even if the prompt is not and its modules say so
         given.options["is_causal"] = True
     if seen.visible is None:
         return given.base, None

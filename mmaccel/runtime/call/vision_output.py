@@ -18,7 +18,7 @@ from .compact_tokens import CompactTokens
 class VisionOutput(EncoderCall):
     """One call of ``get_image_features`` or ``get_video_features``.
 
-    taps : per (kind, tower layer) what each attention call of that layer delivered, in order.
+    taps : per (kind, tower layer) the values of each attention call of that layer, in order.
     modality : which of the two functions it was.
     merged : the tokens that are left in the tower, if the recipe merges tokens there or leaves patches out.
     whole : tokens of every frame, once a tower with a packed sequence was asked for them.
@@ -30,7 +30,7 @@ class VisionOutput(EncoderCall):
     whole: list[int] | None = None
 
     def lengths(self, towers: Towers) -> list[int]:
-        """Tokens of every frame in what a tower with a packed sequence now holds."""
+        """Number of tokens of every frame that a tower with a packed sequence now holds."""
         if self.whole is None:
             # sizes may lie on the device
             self.whole = [h * w for picture in towers.frames(self) or () for h, w in picture]
@@ -38,7 +38,7 @@ class VisionOutput(EncoderCall):
 
 
 class TapReader(Protocol):
-    """Reads what methods ask to see of the vision towers, see :class:`mmaccel.runtime.tower.taps.Taps`."""
+    """Reads attention and features of the vision towers for methods, see :class:`mmaccel.runtime.tower.taps.Taps`."""
 
     towers: Towers
     #: kinds of taps by tower layer

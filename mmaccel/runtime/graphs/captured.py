@@ -3,7 +3,7 @@
 On a GPU they are recorded and replayed without being asked for (:mod:`.replay`); where the caller gives ``compile_config`` to
 ``generate``, on whatever device, they are compiled by ``torch.compile`` with that config. What a graph cannot do is done by an
 ordinary step, and :meth:`mmaccel.core.stats.Stats.as_dict` says why. CUDA graphs were not run on a GPU yet, and a recorded step
-is used only after it has repeated what the step itself had made.
+is used only after it has repeated the output of the step itself.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Calla
 def _step(
     model: nn.Module, compiled: Forward | None, call: Call[ModelPlan], pinned: StaticView, kwargs: dict[str, Any]
 ) -> Any:
-    """A captured step. Of what ``generate`` passes only the token differs from step to step."""
+    """A captured step. Of the arguments of ``generate`` only the token differs from step to step."""
     ids = kwargs["input_ids"]
     with call.stats.clock.measure("decode", ids.device):
         if compiled is not None:
@@ -127,8 +127,8 @@ def _constant(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pinned(plan: ModelPlan, call: Call[ModelPlan], state: CacheState) -> StaticView | None:
-    """The cache, pinned for what may still come in this call; None where an ordinary step is due. CUDA graphs may write to
-    what stays where it is."""
+    """The cache, pinned for the tokens that may still come in this call; None where an ordinary step is due. CUDA graphs may
+    write to tensors that do not move."""
     if (pinned := state.shared.static_view) is not None and not pinned.full:
         return pinned
     _let_go(call, state)
@@ -143,7 +143,7 @@ def _pinned(plan: ModelPlan, call: Call[ModelPlan], state: CacheState) -> Static
         return None
     reads = None
     if plan.reading is not None:
-        # the first step makes what each of them carries to the next
+        # the first step makes the tensors that each of them carries to the next
         reads = pinned_reads(plan.reading.method, state.layers) if call.stats.decode_steps else None
         if reads is None:
             return None

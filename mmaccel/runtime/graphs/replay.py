@@ -103,7 +103,7 @@ class ReplayedStep:
         if not self._checked:
             self.obstacle = "a recorded step did not repeat what the step itself had made"
             self._replay = self._output = None
-            # what the recording has stored is not to be trusted either
+            # the recording may have stored wrong keys too
             restore()
             self._run()
         return output

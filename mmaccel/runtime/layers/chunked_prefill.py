@@ -24,11 +24,11 @@ from ..prompt import tokens
 # --- cutting ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Row:
-    """The tokens of one row of a prompt, and what of them is between the first visual one and the last, its middle.
+    """The tokens of one row of a prompt; its middle is the part from the first visual token to the last.
 
     begin, end : of the middle. visual : how many tokens are visual.
-    axes : ``[a, n]``, where tokens stand on each axis.
-    origin : ``[a, n]``, the same on the first axis; on others, of a visual token, where its picture or frame begins.
+    axes : ``[a, n]``, positions on each axis.
+    origin : ``[a, n]``, the same on the first axis; on others, for a visual token, the first position of its picture or frame.
     """
 
     begin: int
@@ -50,7 +50,7 @@ class _Row:
 
     @property
     def middle(self) -> Tensor:
-        """``[a, m]``, where its tokens stand."""
+        """``[a, m]``, the positions of its middle."""
         return self.axes[:, self.begin : self.end]
 
     def span(self, levels: int) -> Span:
@@ -84,11 +84,11 @@ class _Row:
         return float((self.middle - moves).max() + 1 - self.middle.min())
 
     def settled(self, span: Span) -> tuple[Tensor, float, float]:
-        """Positions by which all tokens move forward, ``[a, n]``, those behind the middle among them, and how many positions
-        fewer the middle reaches over.
+        """Positions by which all tokens move forward, ``[a, n]``, by which those behind the middle do, and by which the middle
+        gets shorter.
 
-        What is behind comes so far forward as the middle is shorter; where frames of a slow clip stood later than the question,
-        no further than behind the longest chunk.
+        Tokens behind the middle move as far as it gets shorter; if frames of a slow clip were later than the question, no
+        further than behind the longest chunk.
         """
         moved = torch.zeros_like(self.axes)
         if not self.visual:
@@ -175,9 +175,9 @@ class ChunkedPrefill(Run):
         self._joins: list[list[int]] = []
         #: ``[R, q]``, positions of their tokens, on the first of several axes
         self._positions: Tensor = torch.empty(0)
-        #: ``[N]`` long on the CPU, how many tokens of every picture are to be left
+        #: ``[N]`` long on the CPU, the budget of every picture in tokens
         self._count: Tensor = torch.empty(0)
-        #: figures of their tokens that the method made of the attention before the next join, ``[R, q]``
+        #: figures of their tokens by the method, from the attention before the next join, ``[R, q]``
         self._looked: dict[str, Tensor] = {}
 
     def cut(self, chosen: Tensor, text: TextInputs) -> Tensor:
@@ -275,8 +275,8 @@ class ChunkedPrefill(Run):
 
 
 def _arguments(how: Join, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the layers above that have a row for every chunk: positions, and what RoPE turns by, of which one row
-    may serve all."""
+    """The arguments of the layers above that have a row for every chunk: positions, and cosines and sines, of which one row may
+    serve all."""
     arguments: dict[str, Any] = {}
     if given.get("position_embeddings") is not None:
         arguments["position_embeddings"] = tuple(how.to(x.device).pick(x) for x in given["position_embeddings"])

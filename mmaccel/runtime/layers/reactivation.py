@@ -91,7 +91,7 @@ def _axes_last(positions: Tensor) -> Tensor:
     return positions.reshape(-1, *positions.shape[-2:]).permute(1, 2, 0)
 
 
-# --- what follows -------------------------------------------------------------------------------------------------------
+# --- forwards behind it -------------------------------------------------------------------------------------------------
 class Reactivation(Run):
     """Tokens of the prompt that come back in one forward behind it.
 
@@ -120,7 +120,7 @@ class Reactivation(Run):
             return self._come_back(stage.method, number, hidden, arguments)
 
     def after_attention(self, layer: LayerAttended) -> None:
-        """Note what the method at the next layer makes of the attention."""
+        """Note the figures that the method at the next layer computes from the attention."""
         family, query = self.forward.plan.family, layer.query
         if (stage := self.stages.get(family.attending[layer.number] + 1)) is None:
             return
@@ -143,7 +143,7 @@ class Reactivation(Run):
         new, waiting = hidden[:, -length:], memory.at[number]
         aside, old = waiting.aside, waiting.aside.places.shape[1]
         if self._back is not None:
-            # what no longer is chosen waits from here on
+            # tokens that are no longer chosen wait from here on
             ran = {**self._back.planes, "hidden": hidden[:, :-length]}
             aside = aside.joined(replace(self._back, planes=ran))
         chosen = self._recalled(method, waiting.stayed.sum(1), hidden.device)
@@ -192,7 +192,7 @@ def _arguments(back: Parked, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given := kwargs.get("position_ids"), Tensor):
         arguments["position_ids"] = None
         if "positions" in planes:
-            # text may be told on one axis what pictures are told on three
+            # text may have positions on one axis, and pictures on three
             parts = planes["positions"].to(given.device), _axes_last(given)
             axes = max(part.shape[-1] for part in parts)
             both = torch.cat([part.expand(rows, -1, axes) for part in parts], dim=1).permute(2, 0, 1)
@@ -201,8 +201,8 @@ def _arguments(back: Parked, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_place(index: KeyIndex, memory: ReactivationMemory, device: torch.device) -> tuple[Tensor, int]:
-    """``[B, K]`` long: where each slot of an index stands among the first ``n`` places, ``n`` for those that stand elsewhere.
-    Heads that store keys of their own all have those that may come back."""
+    """``[B, K]`` long: the place of each slot of an index if it is among the first ``n``, else ``n``. Heads that store
+    different keys all have those that may come back."""
     known, n = index.by_head[:, 0].long().to(device), memory.visual.shape[1]
     return torch.where((known >= 0) & (known < n), known, n), n
 

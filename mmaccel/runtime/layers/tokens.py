@@ -141,5 +141,5 @@ class LayerTokens(Run):
         prompt.count_left(number)
         if reduction.links is None:
             return rows_at(hidden, at)
-        # merged where the tokens stand in the prompt; what stands at places that are gone is not looked at
+        # merged at the places of the prompt; values at dropped places are not read
         return rows_at(reduction.substitute(rows_at(hidden, slots)), places)

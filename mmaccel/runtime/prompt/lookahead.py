@@ -60,7 +60,7 @@ def own_attention(
     call: Call[ModelPlan], prompt: Prompt, number: int, layer: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
 ) -> LayerAttention:
     """The attention that a layer is about to pay, ``hidden [B, q, D]`` being its input."""
-    # layers may be spread over devices, and what enters one is brought to it later
+    # layers may be spread over devices, and the input of one is moved to it later
     device = next(layer.parameters()).device
     # some scale queries by their positions
     takes = inspect.signature(layer.self_attn.forward).parameters  # type: ignore[union-attr]
@@ -89,7 +89,7 @@ def first_pass(
     planes: list[Tensor],
     positions: Tensor,
 ) -> dict[str, Tensor]:
-    """Figures that ``method`` makes of the attention of its layer in a pass of its own, by place ``[B, S]``.
+    """Figures that ``method`` computes from the attention of its layer in a separate pass, by place ``[B, S]``.
 
     embeds ``[B, S, D]`` and DeepStack's ``planes``, at all places; positions ``[..., B, S]``.
     """

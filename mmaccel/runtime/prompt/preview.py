@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...kv.packed import QuantisedLayer
 
-#: who sees what in a layer, ``[B, 1, q, q]`` bool, by its number and window; None for the model's own mask
+#: the mask of a layer, ``[B, 1, q, q]`` bool, by its number and window; None for the model's own mask
 Visible = Callable[[int, int | None], Tensor | None]
 
 
@@ -20,7 +20,7 @@ class LayerReached(Exception):
 class Preview:
     """Keeps queries ``[B, Hq, q, D]`` and keys ``[B, Hkv, q, D]`` of one layer, behind RoPE, and ends the pass there.
 
-    visible : who sees what in the layers before, where the text model does not make its masks.
+    visible : masks of the layers before, where the text model does not make them.
     """
 
     def __init__(self, layer: int, visible: Visible | None = None) -> None:
@@ -54,7 +54,7 @@ class TextBehind:
     def attend(
         self, number: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The stored keys and values with those of the text ``[B, Hkv, K, D]``, and who sees what ``[B, 1 or Hkv, n, K]``;
+        """The stored keys and values with those of the text ``[B, Hkv, K, D]``, and the mask ``[B, 1 or Hkv, n, K]``;
         ``window`` counts places back."""
         number = self.stored_from(number)
         self.found[number] = query, key, value

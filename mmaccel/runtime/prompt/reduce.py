@@ -139,15 +139,15 @@ def _left(prompt: Prompt, chosen: Tensor, device: torch.device) -> CompactedProm
 
 
 def _positions(prompt: Prompt, left: CompactedPrompt, given: Tensor | None, device: torch.device) -> Tensor:
-    """Position ids of the tokens that are left, ``[B, q]`` or ``[axes, B, q]``; tells the cache where the next token stands.
+    """Position ids of the tokens that are left, ``[B, q]`` or ``[axes, B, q]``; tells the cache the position of the next token.
 
     Let ``P[a, s]`` be the position of place ``s`` on axis ``a`` (time, height and width with M-RoPE, else one axis), ``s*`` the
     last place of a row and ``n`` the tokens the cache has seen. Then, as transformers counts,
 
         furthest = 1 + max P[a, s]              over all axes and places
         after[a] = 1 + P[a, s*]                 the same on all axes if ``s*`` is text
-        offset   = n - after[0]                 the token that follows ``n`` others stands at ``n - offset`` on the first axis
-        ahead    = furthest - after[0]          > 0 where frames of a slow clip stand later than the text behind them, and where
+        offset   = n - after[0]                 the token behind ``n`` others has position ``n - offset`` on the first axis
+        ahead    = furthest - after[0]          > 0 where frames of a slow clip are later than the text behind them, and where
                                                 a prompt ends in a picture
         axes_ahead[a] = after[a] - after[0]     not 0 only where a prompt ends in a picture
     """

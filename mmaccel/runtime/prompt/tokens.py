@@ -33,7 +33,7 @@ class TokenReducer:
         self.residuals: list[Residual] = []
         #: by stage its budget per unit, and how many tokens these had before it and behind every layer, ``[N]`` long on the CPU
         self._passes: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        #: by name what stages noted of tokens, by place, ``[B, S]`` float32; NaN where they noted nothing
+        #: figures that stages noted, by name and place, ``[B, S]`` float32; NaN without one
         self._marks: dict[str, Tensor] = {}
 
     def reduce(
@@ -260,7 +260,7 @@ def checked(method: TokenMethod, returned: Any, valid: Tensor, count: Tensor, wi
 def _record(
     prompt: Prompt, stage: PlannedStage[TokenMethod], present: int, resolved: int, reduction: Reduction, again: bool
 ) -> None:
-    """Add to the figures of a stage that ``resolved`` of ``present`` tokens were to stay; it may work ``again`` on a prompt."""
+    """Add the budget of a stage, ``resolved`` of ``present`` tokens, to its figures; it may work ``again`` on a prompt."""
     method, notes, left = stage.method, prompt.stats.notes, int(reduction.kept.sum())
     if again:
         prompt.stats.stages[stage.number].tokens_kept += left - present

@@ -1,15 +1,15 @@
 """Merging inside a vision tower, between attention and MLP, where the papers merge.
 
-The keys that a layer's attention holds decide what is merged behind it; merged tokens weigh as many patches as they
-represent in later attention. Behind the layer whose output is read, the full grid is handed back (each place holds its merged
-token), so that projectors, poolers, newline packers and pixel shuffles that expect a grid go on working; in front of a
-language model one token of each group is kept then.
+The keys of a layer's attention choose the tokens that are merged behind it; in later attention merged tokens weigh as many
+patches as they represent. Behind the layer whose output is read, the full grid is restored (each place holds its merged
+token), so that projectors, poolers, newline packers and pixel shuffles that expect a grid still work; in front of a language
+model one token of each group is kept then.
 
 There the budget is one of tokens that the language model reads, per picture or clip; :mod:`.token_groups` meets it exactly.
 
-A layer's forward is not replaced. The norm before the MLP is given the merged tokens, what the MLP makes of one goes to all
+A layer's forward is not replaced. The norm before the MLP gets the merged tokens, the output of the MLP for one goes to all
 its members, and the layer's output is merged in the same way: merging is linear and all members of a group got the same,
-so this is the merged sum behind the attention plus its own MLP.
+so this is the merged sum behind the attention plus its MLP.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .taps import Taps
 
 
 def hook_features(plan: Plan, taps: Taps, hook: Callable[..., None]) -> None:
-    """Let taps see the hidden states, and what an MLP adds to them, that they ask for."""
+    """Let taps see the hidden states and the outputs of MLPs that they ask for."""
 
     def see(number: int, module: nn.Module, args: Any, output: Any) -> None:
         if (running := encoding(plan)) is not None:

@@ -1,9 +1,9 @@
 """Reuse between the frames of a clip inside the vision tower.
 
-Frames that are references run through a layer's own forward; their keys, their values, and what attention and MLP add are kept
-for as long as the layer runs. Of the other frames all keys are computed, and a method says for which tokens the rest is: these
-attend to all tokens of their frame (in windows, where the layer has them), where the values of the others are the reference's.
-The layer's own norms, projections and MLP compute them, of as many tokens as there are.
+Reference frames run through a layer's own forward; their keys, values, and the outputs of attention and MLP are kept while the
+layer runs. Of the other frames all keys are computed, and a method chooses the tokens of which the rest is computed: these
+attend to all tokens of their frame (in windows, where the layer has them); the values of the others are the reference's. The
+layer's own norms, projections and MLP compute the chosen tokens.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class FrameReuse:
         return forward
 
     def _clips(self, encoded: VisionOutput, hidden: Tensor) -> list[list[int]]:
-        """Tokens of every frame of every clip in what the first layer is given; none where pictures are encoded."""
+        """Tokens of every frame of every clip in the input of the first layer; none where pictures are encoded."""
         if encoded.modality != "video":
             return []
         packed = self.family.frames(encoded)

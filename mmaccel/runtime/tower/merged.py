@@ -34,7 +34,7 @@ class Flow:
 
     def spread(self, y: Tensor) -> Tensor:
         """``[K, C] -> [S, C]``: values that :meth:`apply` turns back into ``y``, the same for all tokens of a group."""
-        # a token fused of what got no attention at all is nothing, not undefined
+        # a token fused of tokens without any attention is zero, not NaN
         return (y.float() / self.total.clamp(min=1e-6)).to(y.dtype)[self.group]
 
 
@@ -75,7 +75,7 @@ class Merged(CompactTokens):
         self._keys, self._attention = [], []
 
     def attention(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor | None:
-        """Note what decides the merge behind this attention; weigh merged tokens by the patches they represent."""
+        """Note keys and attention for the merge behind this layer; weigh merged tokens by the patches they represent."""
         if not self.open:
             return mask
         first, self.seen = self.seen, self.seen + key.shape[0] * key.shape[2]

@@ -1,8 +1,8 @@
 """Patches that do not enter the vision tower: a method predicts their pixels from those of others.
 
-The tower's layers run over the patches that are left, with the positions that these have in the picture, learned or rotary, and
-in the windows in which they stand. Behind every layer whose output is read the full grid is handed back, where a patch that
-was left out holds what became of the one that predicts it, so that projectors, poolers and newline packers go on working.
+The tower's layers run over the patches that are left, with their positions in the picture, learned or rotary, and in their
+windows. Behind every layer whose output is read the full grid is restored: a patch that was left out holds the output of the
+one that predicts it, so that projectors, poolers and newline packers still work.
 The language model is then shown the tokens of encoded patches. A token that blends several patches (pooled clips) stays if one
 of them was encoded.
 """
@@ -143,7 +143,7 @@ class PatchPruning:
             return Pruned(target, 0, 1, packed)
         target = target.view(len(pixels), -1)
         width = target.shape[1]
-        # a tile's patches stand behind its CLS token
+        # a tile's patches follow its CLS token
         target = target + cls * (target // width + 1)
         own = torch.arange(len(pixels), device=target.device)[:, None] * (width + cls)
         return Pruned(torch.cat([own.expand(-1, cls), target], 1).flatten(), cls, len(pixels), packed)

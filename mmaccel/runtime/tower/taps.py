@@ -42,7 +42,7 @@ class Taps:
         self._put(encoded, kind, number, hidden[:, int(self.towers.has_cls) :])
 
     def see_shift(self, encoded: VisionOutput, number: int, added: Tensor) -> None:
-        """Called with what the MLP of tower layer ``number`` adds, ``added [N, T, C]`` or, of one tile, ``[T, C]``."""
+        """Called with the output of the MLP of tower layer ``number``, ``added [N, T, C]`` or, of one tile, ``[T, C]``."""
         self.see_features(encoded, number, added.float().norm(dim=-1, keepdim=True), "shift")
 
     @property
@@ -106,7 +106,7 @@ class Taps:
                     m: self.towers.to_tokens(m, encoded[m], encoded[m].taps[tap.kind, number]).float()
                     for m in dict.fromkeys(units.modality)
                 }
-                # sources count within a modality; the modalities stand one behind the other
+                # sources count within a modality; the modalities are concatenated
                 starts, start = {}, 0
                 for modality, part in parts.items():
                     starts[modality], start = start, start + len(part)
@@ -138,8 +138,8 @@ def received_attention(
 ) -> Tensor:
     """``[N, T]`` float32: attention each key receives, mean over heads and queries, in blocks of query rows.
 
-    With ``first`` the queries are those from that place on, and what a token pays itself does not count. ``real [N, rows]``
-    says which queries are no padding.
+    With ``first`` the queries are those from that place on, and attention of a token to itself does not count. ``real
+    [N, rows]`` says which queries are no padding.
     """
     total, rows = torch.zeros(key.shape[0], key.shape[2], device=key.device), query.shape[2]
     for start in range(0, rows, BLOCK):

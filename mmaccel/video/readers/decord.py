@@ -56,7 +56,7 @@ class DecordReader(Reader):
         across, down = self._matrix[0]
         self._turned = int(np.rint(np.arctan2(-down, across) / (np.pi / 2))) if kind == "mov" and straight else 0
         decord.logging.set_level(decord.logging.QUIET)
-        self._path, self._packets = path, packets
+        self._path = path
         self.timestamps, self.keyframes, self.fps = packets.timestamps, packets.keyframes, packets.fps
         self._reader = self._opened()
 

@@ -73,7 +73,7 @@ class Packets:
     keyframes : ``[K]`` int64, the first 0.
     fps : mean number of frames a second.
     closed : no frame that is shown before a keyframe comes behind it in the file. Where one does (an open group of
-        pictures), what a decoder puts out after a seek does not begin with the keyframe.
+        pictures), the output of a decoder after a seek does not begin with the keyframe.
     """
 
     pts: np.ndarray | None

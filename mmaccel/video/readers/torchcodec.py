@@ -16,8 +16,8 @@ _BATCH = 8
 class TorchcodecReader(Reader):
     """A video opened by torchcodec, with one decoding thread.
 
-    It does not tell time stamps before it decodes: frames are chosen as if the rate were constant, and what comes out has
-    its true time. PyAV tells how frames are to be turned or mirrored.
+    It has no time stamps before it decodes: frames are chosen as if the rate were constant, and decoded frames have their true
+    times. PyAV tells how frames must be turned or mirrored.
     """
 
     name = "torchcodec"
@@ -41,7 +41,7 @@ class TorchcodecReader(Reader):
         if not total:
             raise ValueError("it finds no frames")
         declared, seconds = float(about.average_fps_from_header or 0.0), float(about.duration_seconds or 0.0)
-        # what is known of the last frame is when it ends
+        # of the last frame only its end is known
         ends = np.linspace(0.0, seconds, total + 1)
         self.fps = rate(ends, declared)
         self.timestamps = np.arange(total) / self.fps
