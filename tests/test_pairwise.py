@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import zoo
+from laws import oracle
 from pairwise import SQUARES, Square, kinds_of_family, kinds_of_recipe, multiplied, name_of
 
 from mmaccel import recipes
@@ -41,13 +42,30 @@ def missing(square: Square, chosen: Iterable[int]) -> set[Any]:
     return shown(square, range(len(square.cases))) - shown(square, chosen)
 
 
+def collects_all(config: pytest.Config) -> bool:
+    """Whether the squares of all files are there."""
+    return config.args == config.getini("testpaths") and not config.option.ignore
+
+
 def test_nothing_is_missing_from_any_square(request: pytest.FixtureRequest) -> None:
     """Of every square that was collected with this test; by `python -m pytest` these are all."""
     for square in SQUARES.values():
         assert not missing(square, square.chosen), square.test
-    if request.config.args == request.config.getini("testpaths"):
+    if collects_all(request.config):
         files = {path.stem for path in TESTS.rglob("test_*.py") if "mark.square(" in path.read_text("utf-8")}
         assert {test.split(".")[-2] for test in SQUARES} == files - {Path(__file__).stem}
+
+
+def test_the_laws_themselves_are_of_pairs_and_leave_out_no_case(request: pytest.FixtureRequest) -> None:
+    """What a list leaves out before it becomes a square, no generator can choose."""
+    whole = [square for square in SQUARES.values() if square.of == "pairs"]
+    for square in whole:
+        family, name = square.names.index("family"), square.names.index("name" if "name" in square.names else "method")
+        listed = {(values[family], values[name]) for values, _ in square.cases}
+        assert listed == set(oracle.square(sorted({name for _, name in listed}))), square.test
+    if collects_all(request.config):
+        files = {square.test.split(".")[-2] for square in whole}
+        assert files >= {"test_law1_keep", "test_law2_hiding", "test_law3_batch", "test_law4_budget", "test_turns"}
 
 
 def made(of: str, *axes: Any) -> Square:

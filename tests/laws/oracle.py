@@ -303,6 +303,11 @@ def in_turn(square: Sequence[tuple[str, str]], values: Callable[[str], Sequence[
     return [(family, name, values(family)[turn % len(values(family))]) for family, name, turn in turns]
 
 
+def square(names: Sequence[str], of: Sequence[str] = zoo.FAMILIES) -> list[tuple[str, str]]:
+    """Every name with every family ``of`` these that has what it asks for, ``(family, name)``."""
+    return [(family, name) for family in of for name in names if fits(name, family)]
+
+
 def families_in_turn(names: Sequence[str], each: int = 1, of: Sequence[str] = zoo.FAMILIES) -> list[tuple[str, str]]:
     """Every name with ``each`` of the families ``of``, ``(family, name)``, that have what it asks for; families take turns."""
     fitting = [(name, [family for family in of if fits(name, family)]) for name in names]

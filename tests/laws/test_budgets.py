@@ -197,7 +197,7 @@ def test_a_row_without_a_picture_beside_one_with(name):
 
 
 @pytest.mark.full
-@pytest.mark.square(("family", "name"), oracle.families_in_turn(NAMES, 3))
+@pytest.mark.square(("family", "name"), oracle.square(NAMES))
 def test_what_is_asked_is_kept_everywhere(family, name):
     for kind in zoo.kinds(family):
         for retain in few(family, kind, name) if kind != "text" else ():

@@ -17,11 +17,6 @@ from mmaccel.method import ChunkMethod, LayerMethod, ProjectorMethod
 families = pytest.mark.square("family", FAMILIES, of="kinds")
 
 
-def square(*names: str) -> list[tuple[str, str]]:
-    """Recipes on every family that has what they ask for."""
-    return [(family, name) for family in FAMILIES for name in names if oracle.fits(name, family)]
-
-
 def run(tiny: Any, feed: dict[str, Any]) -> tuple[Any, ...]:
     """All that a call decides: the reduction, what the cache holds, tokens, logits."""
     out = generate(tiny, feed)
@@ -36,7 +31,7 @@ def run(tiny: Any, feed: dict[str, Any]) -> tuple[Any, ...]:
 
 @pytest.mark.square(
     ("family", "method", "kind"),
-    oracle.in_turn(oracle.families_in_turn(oracle.named_recipes(), 3), lambda _: ("image", "uneven")),
+    oracle.in_turn(oracle.square(oracle.named_recipes()), lambda _: ("image", "uneven")),
 )
 def test_twice_is_the_same(family: str, method: str, kind: str) -> None:
     """On one handle, and on one that was made anew."""
@@ -79,7 +74,7 @@ def test_ties_go_to_the_lower_slot() -> None:
     ]
 
 
-@pytest.mark.square(("family", "name"), square(*oracle.named(ProjectorMethod, LayerMethod, ChunkMethod)))
+@pytest.mark.square(("family", "name"), oracle.square(oracle.named(ProjectorMethod, LayerMethod, ChunkMethod)))
 def test_a_grey_picture(family: str, name: str) -> None:
     """A picture of one colour makes ties in the model itself; the choice is still the same every time."""
     from PIL import Image

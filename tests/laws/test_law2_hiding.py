@@ -199,7 +199,7 @@ def test_without_a_processor(family, kind):
     holds(family, zoo.inputs(family, kind), oracle.recipe("random", family), processor=False)
 
 
-@pytest.mark.square(("family", "name"), oracle.families_in_turn(DROPPING, 3))
+@pytest.mark.square(("family", "name"), oracle.square(DROPPING))
 def test_a_loop_of_the_callers_own(family, name):
     """Forwards on a kept cache, one token and several at a time, without mask or positions."""
     feed, model = zoo.inputs(family, "image"), oracle.subject(family)
@@ -220,7 +220,7 @@ def test_a_loop_of_the_callers_own(family, name):
     oracle.close(torch.cat(got, dim=1), wanted)
 
 
-@pytest.mark.square(("family", "name"), oracle.families_in_turn(DROPPING, 3))
+@pytest.mark.square(("family", "name"), oracle.square(DROPPING))
 def test_a_picture_behind_a_turn_of_text(family, name):
     """The cache of the first turn is an ordinary one; from the cut on its layers go their own ways."""
     first, second = zoo.inputs(family, "text"), zoo.inputs(family, "image")
@@ -258,9 +258,7 @@ def left_out(family, feed, name, seen, held, chosen, lengths):
     return oracle.Seen(prompt, seen, oracle.below(family, name, feed))
 
 
-@pytest.mark.square(
-    ("family", "name", "kind"), oracle.in_turn(oracle.families_in_turn(TOKENS, 3), lambda _: ("image", "uneven"))
-)
+@pytest.mark.square(("family", "name", "kind"), oracle.in_turn(oracle.square(TOKENS), lambda _: ("image", "uneven")))
 def test_without_a_cache(family, name, kind):
     feed, model = zoo.inputs(family, kind), oracle.subject(family)
     forced = oracle.force(family, len(feed["input_ids"]))
@@ -271,9 +269,7 @@ def test_without_a_cache(family, name, kind):
     oracle.close(logits[got.kept], got.prompt[got.kept])
 
 
-@pytest.mark.square(
-    ("family", "name", "kind"), oracle.in_turn(oracle.families_in_turn(DROPPING, 3), lambda _: ("image", "uneven"))
-)
+@pytest.mark.square(("family", "name", "kind"), oracle.in_turn(oracle.square(DROPPING), lambda _: ("image", "uneven")))
 def test_beams(family, name, kind):
     """Rows that `generate` repeats after encoding share a selection; the cache reorders what it stores."""
     # where no beam changes its place a case proves less, and other pictures are taken
@@ -321,7 +317,7 @@ def test_generating_without_a_cache(family):
     oracle.close(logits, oracle.replay(family, feed, forced, got.seen)[1])
 
 
-@pytest.mark.square(("family", "name"), oracle.families_in_turn(DROPPING, 3))
+@pytest.mark.square(("family", "name"), oracle.square(DROPPING))
 def test_labels_behind_dropped_rows_are_ignored(family, name):
     feed, model = zoo.inputs(family, "image"), oracle.subject(family)
     labels = feed["input_ids"].clone()

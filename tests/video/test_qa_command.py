@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -193,6 +194,12 @@ def test_an_interrupt_does_not_wait_for_decoders_that_hang(films: Path, model: P
     assert {one["video"] for one in lines(out)} == {str(video) for video in videos[:2]}
 
 
+def written(child: int, out: Path, wanted: int) -> bool:
+    """Whether a run that goes on has written so many lines."""
+    assert os.waitpid(child, os.WNOHANG) == (0, 0), "it came to its end before it was killed ten times"
+    return count(out) >= wanted
+
+
 @pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a run is killed in a forked process")
 @pytest.mark.parametrize("which", ("divprune", "fastv"))
@@ -212,10 +219,8 @@ def test_killed_ten_times_it_is_as_if_it_never_was(which: str, films: Path, mode
         # at any moment from its start on, or just after a number of new lines
         child, begin, still = start(command(questions, out, model, *more)), count(out), rng.random() < 0.3
         wanted = 0 if still else begin + rng.randint(0, 5)
-        while count(out) < wanted:
-            assert os.waitpid(child, os.WNOHANG) == (0, 0), "it came to its end before it was killed ten times"
-            time.sleep(0.002)  # not to wait for anything: it may be killed at any moment
-        time.sleep(rng.random() * 0.1)  # not to wait for anything
+        until(functools.partial(written, child, out, wanted), 120, every=0.002)
+        time.sleep(rng.random() * 0.1)  # not to wait for anything: it may be killed at any moment
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
         kills += 1
