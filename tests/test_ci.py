@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,12 @@ def test_every_test_is_in_one_part() -> None:
         parts = [[name for name in names if in_part(name, k, n)] for k in range(1, n + 1)]
         assert sorted(name for part in parts for name in part) == sorted(names)
         assert max(map(len, parts)) < 1.3 * len(names) / n
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest imports them by their names alone, and collects nothing where two are equal."""
+    count = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
+    assert not [name for name, files in count.items() if files > 1 and name not in ("__init__.py", "conftest.py")]
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from shipped import Task
+from kernel_tasks import Task
 
 #: bytes of shared memory one block may have: CUDA C Programming Guide, table of compute capabilities; 64 KiB of LDS
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
@@ -39,7 +39,7 @@ class Built(NamedTuple):
 
 
 def build(task: Task, target: str) -> Built:
-    """Compile for a target of :data:`shipped.TARGETS` with the Triton of this process, which must not have cached it."""
+    """Compile for a target of :data:`kernel_tasks.TARGETS` with the Triton of this process, which must not have cached it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

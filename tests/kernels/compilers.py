@@ -20,7 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from shipped import TARGETS, cases, tasks
+from kernel_tasks import TARGETS, cases, tasks
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -50,7 +50,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--folder", type=Path, help="where Tritons are, or are put (default: a temporary one)")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile at once (default: 2)")
-    parser.add_argument("--only", nargs="+", metavar="CASE", choices=cases(), help="names of shipped.py (default: all)")
+    parser.add_argument(
+        "--only", nargs="+", metavar="CASE", choices=cases(), help="names of kernel_tasks.py (default: all)"
+    )
     parser.add_argument("--update", action="store_true", help="write what was measured to spills.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import compilers
-from shipped import loops, pages_of, tasks
+from kernel_tasks import loops, pages_of, tasks
 
 from mmaccel.cli.shared.text import put_between
 
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--folder", type=Path, help="where Tritons are, or are put (default: a temporary one)")
     parser.add_argument(
-        "--only", nargs="+", metavar="CASE", choices=pages_of(), help="names of shipped.py (default: all)"
+        "--only", nargs="+", metavar="CASE", choices=pages_of(), help="names of kernel_tasks.py (default: all)"
     )
     parser.add_argument("--update", action="store_true", help="write what was counted to instructions.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

@@ -13,7 +13,7 @@ from typing import Any
 import compilers
 import instructions
 import pytest
-from shipped import TARGETS, cases
+from kernel_tasks import TARGETS, cases
 
 HERE = Path(__file__).parent
 
@@ -38,7 +38,7 @@ def test_decode_steps_copy_ahead_and_multiply_in_tensor_cores() -> None:
     program = """
 import json
 from aot import build
-from shipped import tasks
+from kernel_tasks import tasks
 case = "decode bf16, 128 channels, 1 x 7 queries"
 found = {target: build(tasks(target, [case])[f"{case}: _decode"], target) for target in ("sm_80", "sm_90")}
 print(json.dumps({t: [b.spills, "cp.async" in b.assembly, "mma.sync" in b.assembly] for t, b in found.items()}))
