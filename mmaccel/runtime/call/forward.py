@@ -272,6 +272,29 @@ def to_device_packed(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
+def gathered(
+    units: Units, hidden: Tensor, rows: Tensor, at: Tensor, *others: Tensor
+) -> tuple[dict[str, Any], Tensor, Tensor, list[Tensor]]:
+    """Fields of a :class:`~mmaccel.method.TokenBatch` of ``units`` in rows ``rows [N]`` of ``hidden [B, q, D]`` at slots
+    ``at [N, n]``, on the device of ``hidden``; and there also rows, slots and ``others``."""
+    rows, at, real, cells, grid, segment, tile, tiles, *others = to_device_packed(  # type: ignore[assignment]
+        hidden.device,
+        rows,
+        at,
+        units.valid,
+        units.cells,
+        units.grid,
+        units.segment,
+        units.tile,
+        units.tiles,
+        *others,
+    )
+    valid = real.bool()
+    features = hidden[rows[:, None], at] * valid[..., None]
+    fields = {"features": features, "valid": valid, "cells": cells, "grid": grid, "segment": segment, "tile": tile}
+    return {**fields, "tiles": tiles}, rows, at, list(others)
+
+
 def rows_at(x: Tensor, at: Tensor) -> Tensor:
     """``x [B, S, D]`` at ``at [B, q]``."""
     return x.gather(1, at.to(x.device)[..., None].expand(-1, -1, x.shape[-1]))

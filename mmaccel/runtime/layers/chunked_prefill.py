@@ -15,7 +15,7 @@ from ...kv.cache import CacheState
 from ...kv.positions import NextPositions
 from ...method import ChunkMethod, LayerAttention, TokenBatch
 from ...method.results import check_figures
-from ..call.forward import Prompt, to_device_packed
+from ..call.forward import Prompt, gathered, to_device_packed
 from ..call.plan import PlannedStage, record
 from ..call.runs import LayerAttended, Run, TextInputs
 from ..prompt import tokens
@@ -258,7 +258,7 @@ class ChunkedPrefill(Run):
         present = units.valid.sum(1)
         count = _shares(present, self._count[picture], picture, chunk, into)
         at = slot[units.row[:, None], units.places.clamp(min=0)].masked_fill(~units.valid, 0)
-        fields, rows, at, (wanted, entered) = tokens.gathered(units, hidden, chunk, at, count, present)
+        fields, rows, at, (wanted, entered) = gathered(units, hidden, chunk, at, count, present)
         signals = {
             name: x.to(hidden.device)[rows[:, None], at].masked_fill(~fields["valid"], torch.nan)
             for name, x in self._looked.items()

@@ -18,7 +18,7 @@ from ...errors import MmaccelError
 from ...method import LayerMethod, TokenBatch, TokenMethod
 from ...method.results import check_figures, check_reduction
 from ..call.call import VisionState
-from ..call.forward import Prompt, rows_at, to_device_packed
+from ..call.forward import Prompt, gathered, rows_at, to_device_packed
 from ..call.plan import PlannedStage, record
 
 
@@ -151,29 +151,6 @@ def budget(prompt: Prompt, stage: PlannedStage[TokenMethod], whole: Units, prese
     ]
     prompt.stats.notes += kept_whole(method.name, stage.budget, pictures)
     return counts(stage.budget, sizes, present.tolist(), whole.picture, least, official, grids)
-
-
-def gathered(
-    units: Units, hidden: Tensor, rows: Tensor, at: Tensor, *others: Tensor
-) -> tuple[dict[str, Any], Tensor, Tensor, list[Tensor]]:
-    """Fields of a :class:`~mmaccel.method.TokenBatch` of ``units`` in rows ``rows [N]`` of ``hidden [B, q, D]`` at slots
-    ``at [N, n]``, on the device of ``hidden``; and there also rows, slots and ``others``."""
-    rows, at, real, cells, grid, segment, tile, tiles, *others = to_device_packed(  # type: ignore[assignment]
-        hidden.device,
-        rows,
-        at,
-        units.valid,
-        units.cells,
-        units.grid,
-        units.segment,
-        units.tile,
-        units.tiles,
-        *others,
-    )
-    valid = real.bool()
-    features = hidden[rows[:, None], at] * valid[..., None]
-    fields = {"features": features, "valid": valid, "cells": cells, "grid": grid, "segment": segment, "tile": tile}
-    return {**fields, "tiles": tiles}, rows, at, list(others)
 
 
 def by_place(marks: dict[str, Tensor], units: Units, shape: torch.Size) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from ...families.tower import Towers
 from ...merging.aim import AimMerge
 from ...method import TokenBatch
 from ..call.compact_tokens import CompactTokens
+from ..call.forward import gathered
 from ..call.plan import Plan, record
 from ..call.vision_output import VisionOutput
 
@@ -38,11 +39,11 @@ def settle(
     if (stage := plan.encoder) is None:
         return None
     units = layout.units("picture")
-    rows, size = units.row, units.valid.sum(1).tolist()
+    size = units.valid.sum(1).tolist()
     count = counts(stage.budget, size, size, units.picture)
     stats.notes += kept_whole(stage.method.name, stage.budget, size)
     target = targets(plan.towers, layout, encoded)
-    for row, places, valid, wanted in zip(rows.tolist(), units.places, units.valid, count.tolist(), strict=True):
+    for row, places, valid, wanted in zip(units.row.tolist(), units.places, units.valid, count.tolist(), strict=True):
         at = places[valid]
         more = at[_further(target[row, at], at, wanted)]
         target[row, more] = more
@@ -54,19 +55,9 @@ def settle(
     left = units.only(stays)
     if bool((left.valid.sum(1) <= count).all()):
         return merged, None
-    device = embeds.device
-    places, rows, valid = left.places.clamp(min=0).to(device), rows.to(device), left.valid.to(device)
-    tokens = TokenBatch(
-        features=embeds[rows[:, None], places] * valid[..., None],
-        valid=valid,
-        cells=left.cells.to(device),
-        grid=left.grid.to(device),
-        segment=left.segment.to(device),
-        tile=left.tile.to(device),
-        tiles=left.tiles.to(device),
-    )
-    with without_autocast(device):
-        rest = AimMerge().reduce(tokens, count.to(device)).cpu()
+    fields, _, _, (budget,) = gathered(left, embeds, left.row, left.places.clamp(min=0), count)
+    with without_autocast(embeds.device):
+        rest = AimMerge().reduce(TokenBatch(**fields), budget).cpu()
     return merged, rest.relabel(left.places, left.row, target.shape)
 
 
