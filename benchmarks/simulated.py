@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from mmaccel.families import draft
-from mmaccel.families.load import load_model
+from mmaccel.families.load import load
 
 #: operations that start no kernel beside views
 FREE = {"detach", "alias", "_unsafe_view", "lift_fresh", "_reshape_alias", "empty", "empty_like", "new_empty"}
@@ -471,7 +471,7 @@ def _both(machine: Machine, kernel: Callable[..., Any], definition: Callable[...
 def _loaded(machine: Machine, name: str, device: str, dtype: str) -> Any:
     """A draft on a simulated device."""
     with _disable_current_modes(), machine.quiet():
-        model, _ = load_model(name, device="cpu", dtype=dtype)
+        model, _ = load(name, device="cpu", dtype=dtype)
     return machine.put(model.requires_grad_(False), device)
 
 

@@ -15,6 +15,7 @@ from .accelerate import (
 from .core.reduction import Reduction
 from .core.version import __version__
 from .errors import MmaccelError, UnsupportedError
+from .families.load import load
 from .media.prepare import prepare
 from .method.base import Method
 from .method.registry import get_method, methods, register
@@ -153,6 +154,7 @@ __all__ = [
     "get_method",
     "get_recipe",
     "is_accelerated",
+    "load",
     "methods",
     "prepare",
     "recipes",

@@ -23,7 +23,7 @@ from mmaccel.cli import main
 from mmaccel.core.reduction import Reduction
 from mmaccel.families import REFUSED, described
 from mmaccel.families import families as adapters
-from mmaccel.families.load import load_model
+from mmaccel.families.load import load
 from mmaccel.method import KeyBatch, Policy, ProjectorMethod, TokenBatch, registry
 
 families = pytest.mark.square("family", FAMILIES, of="kinds")
@@ -346,13 +346,13 @@ def test_an_encoder_in_training_mode() -> None:
 )
 def test_devices_that_are_not_there(device: str, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refused(lambda: load_model(SHIPPED, device=device), match)
+    refused(lambda: load(SHIPPED, device=device), match)
 
 
 def test_a_model_from_a_path() -> None:
-    loaded, _ = load_model(Path(SHIPPED), device="cpu")
+    loaded, _ = load(Path(SHIPPED), device="cpu")
     assert not loaded.training and str(loaded.device) == "cpu"
-    refused(lambda: load_model(Path("./nothing/here"), device="cpu"), "There is no folder 'nothing/here'")
+    refused(lambda: load(Path("./nothing/here"), device="cpu"), "There is no folder 'nothing/here'")
 
 
 @families

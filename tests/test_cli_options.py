@@ -126,7 +126,7 @@ def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypa
         error = said(capsys, *argv)
         assert "no GPU that torch can use" in error and "--device cpu" in error
     with pytest.raises(mmaccel.MmaccelError, match="no GPU that torch can use"):
-        load.load_model("mmaccel/models/mini-llava", device="cuda")
+        load.load("mmaccel/models/mini-llava", device="cuda")
     with pytest.raises(mmaccel.MmaccelError, match="no device 'gpu'; give cpu, cuda"):
         load.place("gpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -105,8 +105,9 @@ def parts(page: str) -> Iterator[tuple[str, str | None]]:
     """Python blocks that need no server, with what stands behind them as their output."""
     listed = blocks(page)
     for at, (language, code) in enumerate(listed):
-        if language == "python" and "gradio_client" not in code and page != SERVED:
-            # tests/demo runs the client of the demo, tests/serve those of the server
+        elsewhere = "gradio_client" in code or '"smol-pages"' in code or page == SERVED
+        if language == "python" and not elsewhere:
+            # tests/demo, tests/serve and tests/test_pages.py run the others
             behind = listed[at + 1] if at + 1 < len(listed) else ("", "")
             yield code, behind[1] if behind[0] == "text" else None
 

@@ -16,7 +16,7 @@ from encoders.small import VISION
 from PIL import Image
 
 import mmaccel
-from mmaccel.families.load import load_model
+from mmaccel.families.load import load
 from mmaccel.media.files import Prompt, encode
 from mmaccel.method import ProjectorMethod
 
@@ -27,7 +27,7 @@ PLAIN = ("__version__",)
 
 @functools.cache
 def loaded(name: str) -> tuple[Any, Any]:
-    return load_model(SHIPPED / name, device="cpu")
+    return load(SHIPPED / name, device="cpu")
 
 
 @functools.cache

@@ -429,7 +429,7 @@ def test_a_compiled_forward_gives_the_same_tokens(recipe: str, tiny: Any) -> Non
 
 def test_a_model_is_loaded_from_a_path() -> None:
     from mmaccel.cli.ask import SHIPPED
-    from mmaccel.families.load import load_model
+    from mmaccel.families.load import load
 
-    model, processor = load_model(SHIPPED, device="cpu")
+    model, processor = load(SHIPPED, device="cpu")
     assert model.config.model_type == "llava" and processor is not None

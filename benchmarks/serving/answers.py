@@ -29,7 +29,7 @@ from typing import Any
 import mmaccel
 from mmaccel.cli.shared.text import markdown, put_between
 from mmaccel.errors import MmaccelError
-from mmaccel.families.load import load_model
+from mmaccel.families.load import load
 from mmaccel.integrations.vllm import ARCHITECTURES
 from mmaccel.media.files import Prompt
 from mmaccel.programs.evaluate import Question, Row, ask_suite, evaluate
@@ -80,7 +80,7 @@ class Written:
 
 def expected(model: str, questions: Sequence[Question]) -> tuple[Any, dict[str, dict[str, tuple[str, bool]]]]:
     """The processor, and by recipe and question the answer of `mmaccel eval` and whether it is right."""
-    loaded, processor = load_model(MODELS / model, device="cpu")
+    loaded, processor = load(MODELS / model, device="cpu")
     rows = [Row("none"), *(Row(name, retain) for name, retain in RECIPES)]
     found: dict[str, dict[str, tuple[str, bool]]] = {row.title: {} for row in rows}
     for row, answers in evaluate(loaded, processor, questions, rows, max_new_tokens=LONGEST):

@@ -138,15 +138,15 @@ _WARM_UP = 4
 
 def load_model(which: Any, video: bool = False) -> tuple[Any, Any]:
     """Model and processor for options as in :class:`~mmaccel.cli.shared.options.ModelOptions`, see
-    :func:`mmaccel.families.load.load_model`; by default a shipped model, for ``video`` if set."""
+    :func:`mmaccel.load`; by default a shipped model, for ``video`` if set."""
     name = which.model or str(shipped(video))
     # a download has progress bars of its own
     quiet = working(f"loading {name}") if Path(name).is_dir() else nullcontext()
     with quiet:
-        from ..families.load import load_model
+        from ..families.load import load
 
         options = ("device", "dtype", "attn", "trust_remote_code")
-        return load_model(name, **{option: getattr(which, option) for option in options})
+        return load(name, **{option: getattr(which, option) for option in options})
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring

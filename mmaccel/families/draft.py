@@ -7,7 +7,7 @@ from pathlib import Path
 from ..errors import UnsupportedError
 from ..method.model_options import Loaded, load_once
 from .base import Family
-from .load import load_model
+from .load import load
 from .registry import family_of
 
 #: where a draft lies beside the weights of a model
@@ -27,7 +27,7 @@ def load_draft(method: str, draft: str | Loaded, family: Family) -> Family:
         # weights that wait elsewhere for their turn are on no device
         weight = next(x for x in family.text.parameters() if x.device.type != "meta")
         device, dtype = str(weight.device), str(weight.dtype).removeprefix("torch.")
-        model = load_once("draft", draft, (device, dtype), lambda: load_model(draft, device=device, dtype=dtype)[0])
+        model = load_once("draft", draft, (device, dtype), lambda: load(draft, device=device, dtype=dtype)[0])
     drafting = family_of(model)
     check_free(drafting)
     if type(drafting) is not type(family):

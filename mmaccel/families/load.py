@@ -52,7 +52,18 @@ def _only_downloads() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def load_model(
+#: the folders of models that come with the package
+MODELS = Path(__file__).parents[1] / "models"
+
+
+def located(name: str) -> str:
+    """The folder of a model that comes with the package, for its short name (``mini-llava``); any other name unchanged. A
+    folder of that name in the working directory comes first."""
+    ours = name == Path(name).name and (MODELS / name / "config.json").is_file()
+    return str(MODELS / name) if ours and not Path(name).is_dir() else name
+
+
+def load(
     name: str | Path,
     *,
     device: str | None = None,
@@ -64,7 +75,8 @@ def load_model(
 
     Parameters
     ----------
-    name : a folder or a hub id.
+    name : a folder, a hub id, or the short name of a model that comes with mmaccel (``mini-llava``, ``mini-qwen-vl``).
+        ``smol-pages`` is a model of pages of text around a pretrained language model (:mod:`mmaccel.families.pages`).
     device : by default cuda if there is one.
     dtype : of the weights; ``auto`` is as stored, on the CPU float32.
     attn : the attention implementation, by default that of transformers.
@@ -76,6 +88,8 @@ def load_model(
         If there is no such model, its family is not supported, or it does not load.
     """
     local, name = isinstance(name, Path), str(name)
+    if not local:
+        name = located(name)
     if (local or name.startswith((".", "~", "/"))) and not Path(name).is_dir():
         raise MmaccelError(f"There is no folder {name!r}; give the folder of a model, or a hub id.")
     where = place(device)
@@ -83,12 +97,16 @@ def load_model(
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
     from transformers.utils import logging
 
+    from .pages import is_pages, load_pages
     from .registry import families
 
     logging.set_verbosity_error()
     hub_logging.set_verbosity_error()
     known = [kind for family in families().values() for kind in family.model_types]
     remote = {"trust_remote_code": trust_remote_code}
+    if is_pages(name) and not Path(name).is_dir():
+        model, processor = load_pages(name, dtype=dtype, attn=attn)
+        return model.to(where).eval(), processor
     try:
         config = AutoConfig.from_pretrained(name, **remote)
         if config.model_type not in known:

@@ -27,6 +27,9 @@ import torch
 from PIL import Image
 
 from ..errors import MmaccelError
+from ..families.load import located
+from ..families.pages import is_pages
+from ..families.smollm2 import SHA256, weights_file
 from ..method.model_options import Loaded
 from ..recipe import Recipe
 from .bench import provenance
@@ -129,7 +132,7 @@ def _files_of(method: Any, model: str | Path | None) -> Iterator[tuple[str, Any]
     """Names and digests of files that the options of a method name."""
     for name, value in _fields(method).items():
         if name in _BESIDE and value == "" and model is not None:
-            value = str(Path(model) / name)
+            value = str(Path(located(str(model))) / name)
         if not isinstance(value, (str, Path)) or not str(value):
             continue
         path = Path(value)
@@ -286,8 +289,11 @@ def digests(model: str) -> dict[str, str | None]:
 
     Raises MmaccelError if a file cannot be read.
     """
-    folder = Path(model)
+    folder = Path(located(model))
     if not folder.is_dir():
+        if is_pages(model):
+            path = weights_file()
+            return {f"file {path.name}": SHA256}
         return {"commit": hub_commit(model)}
     from tqdm import tqdm
 

@@ -10,6 +10,7 @@ from mmaccel.suite.clip import Clip, render_clip
 from mmaccel.suite.document import Document, render_document
 from mmaccel.suite.files import Sample, export, read_samples, write_video
 from mmaccel.suite.items import DOCUMENT_TASKS, IMAGE_TASKS, VIDEO_TASKS, Item, is_right, make_item, make_suite, overlap
+from mmaccel.suite.pages import PAGE_KINDS, Page, make_page
 from mmaccel.suite.questions import Turn, vocabulary
 from mmaccel.suite.rng import SPLITS, Rng, item_seed
 from mmaccel.suite.scene import Scene, cell_labels, render, sample_scene
@@ -17,12 +18,14 @@ from mmaccel.suite.scene import Scene, cell_labels, render, sample_scene
 __all__ = [
     "DOCUMENT_TASKS",
     "IMAGE_TASKS",
+    "PAGE_KINDS",
     "SPLITS",
     "VIDEO_TASKS",
     "Clip",
     "Document",
     "Rng",
     "Item",
+    "Page",
     "Sample",
     "Scene",
     "Turn",
@@ -31,6 +34,7 @@ __all__ = [
     "is_right",
     "item_seed",
     "make_item",
+    "make_page",
     "make_suite",
     "overlap",
     "read_samples",

@@ -43,7 +43,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return call
 
     monkeypatch.setattr(text, "_load", counting(text._load))
-    monkeypatch.setattr(draft, "load_model", counting(draft.load_model))
+    monkeypatch.setattr(draft, "load", counting(draft.load))
     gc.collect()
     return counted
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import mmaccel
 from mmaccel.cli import ask
-from mmaccel.families.load import load_model
+from mmaccel.families.load import load
 from mmaccel.media.files import Prompt, encode
 from mmaccel.media.prepare import prepare
 from mmaccel.programs.model_lock import ModelSlot
@@ -26,7 +26,7 @@ LONGEST = 16
 @functools.cache
 def loaded(name: str) -> tuple[Any, Any]:
     """A shipped model, which stays bare: servers have twins of it."""
-    return load_model(MODELS / name, device="cpu")
+    return load(MODELS / name, device="cpu")
 
 
 def data_url(path: Path) -> str:

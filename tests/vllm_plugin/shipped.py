@@ -13,7 +13,7 @@ from vllm import LLM, SamplingParams
 
 import mmaccel
 from mmaccel import accelerated
-from mmaccel.families.load import load_model
+from mmaccel.families.load import load
 from mmaccel.media.files import Clip, Prompt, encode
 from mmaccel.programs.evaluate import ask_suite
 
@@ -27,7 +27,7 @@ def prompts(*tasks: str, count: int = 4) -> list[Prompt]:
 
 @functools.cache
 def _loaded(name: str) -> Any:
-    return load_model(MODELS / name, device="cpu")
+    return load(MODELS / name, device="cpu")
 
 
 def expected(name: str, asked: list[Prompt], recipe: str = "none", **options: Any) -> list[str]:

@@ -76,7 +76,9 @@ class ModelOptions:
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", help="Folder or hub id of the model.  [default: a small one that comes with mmaccel]"
+            metavar="MODEL",
+            help="Folder, hub id, or short name of one that comes with mmaccel (mini-llava, mini-llava-deep, mini-qwen-vl).  "
+            "[default: mini-llava, for videos mini-qwen-vl]",
         ),
     ] = None
     device: Device = None

