@@ -1,7 +1,5 @@
 """Statistics of a call for its user: a dict with attribute access, a one-line repr, a table in notebooks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from html import escape

@@ -1,7 +1,5 @@
 """Crash-safe files: written atomically, and locked against other processes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 """Lazy imports of a package. The stub beside its ``__init__.py`` is the one list of its names, for type checkers,
 editors and the package itself."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Masks and groups of slots: orders, ranks and choices along one axis; they do not wait for the device unless they say
 so."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Mixed precision: the dtype of stored keys, and code that runs outside ``torch.autocast``."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 import torch

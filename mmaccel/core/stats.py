@@ -1,7 +1,5 @@
 """Statistics of the last call: tokens in and kept per stage, bytes of the KV cache, time per stage."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterator

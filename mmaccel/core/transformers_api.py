@@ -4,8 +4,6 @@ Every class and function is imported when it is asked for, since importing trans
 is named in one sentence.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

@@ -1,7 +1,5 @@
 """EViT: inside the vision tower, the tokens that the CLS token attends to least are fused into one."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

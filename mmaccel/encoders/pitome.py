@@ -1,7 +1,5 @@
 """PiToMe: only tokens that resemble many others are merged, isolated ones are protected."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Literal

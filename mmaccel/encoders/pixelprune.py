@@ -1,7 +1,5 @@
 """PixelPrune: what a neighbour predicts, as in lossless image formats, is not encoded."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

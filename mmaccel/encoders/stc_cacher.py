@@ -1,7 +1,5 @@
 """STC's cacher: of a frame like the one before it, only the tokens that changed most run through the tower."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 

@@ -1,7 +1,5 @@
 """ToMe: the most similar pairs of tokens are merged, layer by layer, inside the vision tower."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from fractions import Fraction
 from typing import Literal

@@ -1,7 +1,5 @@
 """Distinct frames: what has hardly changed since the frame before is not shown again."""
 
-from __future__ import annotations
-
 import numpy as np
 from PIL import Image
 

@@ -1,7 +1,5 @@
 """Query frames: those that CLIP finds most like the question."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..errors import UnsupportedError

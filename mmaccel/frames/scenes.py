@@ -1,7 +1,5 @@
 """Scene frames: cuts found on pixels, and frames from every scene."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..method import FrameChoice, register

@@ -1,7 +1,5 @@
 """SceneTilling: scenes by the valleys of similarity between neighbouring frames, as a vision encoder sees them."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..errors import UnsupportedError

@@ -1,7 +1,5 @@
 """Uniform: evenly spaced frames, the baseline that knows only their order."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..method import FrameChoice, register

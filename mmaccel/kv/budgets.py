@@ -3,8 +3,6 @@
 Every function is exact: what it gives sums to what was asked for. The authors' roundings stand beside them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from fractions import Fraction
 

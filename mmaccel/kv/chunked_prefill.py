@@ -1,7 +1,5 @@
 """The rows of a cache while the layers of the language model read a prompt in chunks, see :mod:`mmaccel.core.chunks`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

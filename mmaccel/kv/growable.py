@@ -1,7 +1,5 @@
 """Tensors that grow by a few tokens at a time: room behind them, so that a step does not copy what is there."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The layers of a cache that keep a recurrent state where others keep keys and values: nothing can be dropped from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Selection of keys: ranked by a policy, the best of every head within its budget. Pure functions of tensors."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

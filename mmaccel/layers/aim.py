@@ -1,7 +1,5 @@
 """AIM, inside the language model: visual tokens are ranked by PageRank on a layer's attention."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """DART: after a few layers keep the visual tokens that are least like a few pivots."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.copies import first_copies, of_first
 from torch import Tensor

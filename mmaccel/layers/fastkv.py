@@ -1,7 +1,5 @@
 """FastKV: half-way through the language model keep the visual tokens that the end of the prompt attends to."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 

@@ -1,7 +1,5 @@
 """FastV: after a few layers keep the visual tokens that the prompt's last token attends to."""
 
-from __future__ import annotations
-
 from ..method import Grid, LayerMethod, Ranking, register
 
 

@@ -1,7 +1,5 @@
 """HoliTom, inside the language model: tokens that FastV's ranking would drop are merged into the nearest kept token."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.copies import first_copies
 from mmaccel_kernels.matching import most_alike

@@ -1,7 +1,5 @@
 """HOMER: chunks of a prompt drop what the question attends to least and merge level by level, as a tree over layers."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ..errors import MmaccelError, UnsupportedError

@@ -1,7 +1,5 @@
 """LazyLLM: tokens that were dropped between layers come back in the decode step that attends to them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """METok inside the language model: events that the question does not ask for lose their tokens first."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """MustDrop, inside the language model: drop visual tokens that text attends to little, in sum and at most."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """PromptDistill: deep in the language model keep the tokens that the last prompt token's query matches, by logits."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 

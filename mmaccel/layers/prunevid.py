@@ -1,7 +1,5 @@
 """PruneVid's second stage: inside the language model, the tokens of every still and every frame that the question looks at."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """PyramidDrop: at the end of every group of layers a share of the visual tokens is dropped."""
 
-from __future__ import annotations
-
 from ..method import LayerMethod, Ranking, register
 
 

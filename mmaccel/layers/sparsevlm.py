@@ -1,7 +1,5 @@
 """SparseVLM: words that are about the picture rate its tokens; the best of what is dropped is recycled as means of clusters."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """VASparse: visual tokens by the attention that they receive from every token of the prompt."""
 
-from __future__ import annotations
-
 from mmaccel_kernels.importance import importance
 from torch import Tensor
 

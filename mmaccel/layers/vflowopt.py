@@ -1,7 +1,5 @@
 """VFlowOpt inside the language model: drop by the importance that tokens had in the vision tower."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ..method import Grid, LayerAttention, LayerMethod, Ranking, Tap, register

@@ -1,7 +1,5 @@
 """ZipVL: as many tokens stay as hold most of the attention, so that every prompt and layer has a number of its own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """AIM: every frame is halved again and again by merging its most similar tokens."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.copies import first_copies
 from mmaccel_kernels.matching import most_alike

@@ -1,7 +1,5 @@
 """CenterCLIP: the tokens of a few neighbouring frames are clustered, and the medoids stay."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """DyCoke's temporal merging: in every group of four frames, tokens that repeat those of an earlier frame are dropped."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """EVAD: the key frame of a clip stays whole, the other frames keep the tokens that are attended to."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

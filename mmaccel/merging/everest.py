@@ -1,7 +1,5 @@
 """EVEREST: the tokens that change most from one frame to the next stay, wherever in the clip they are."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

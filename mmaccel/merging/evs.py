@@ -1,7 +1,5 @@
 """EVS: tokens that resemble the previous frame are dropped, as in vLLM and SGLang."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """FastVID: a clip is cut where frames change, salient tokens stay, and the others are merged into anchor frames."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.copies import first_copies
 from mmaccel_kernels.matching import most_alike

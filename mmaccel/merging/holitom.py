@@ -1,7 +1,5 @@
 """HoliTom's outer merging: tokens that do not change within a segment are kept once, the others by attention."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """KiToke: tokens of which the whole clip has few, and the others merged into them within intervals of time."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.copies import first_copies
 from mmaccel_kernels.matching import most_alike

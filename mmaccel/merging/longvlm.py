@@ -1,7 +1,5 @@
 """LongVLM: the tokens of a short segment of frames are merged together, halving by halving."""
 
-from __future__ import annotations
-
 from math import gcd
 
 import torch

@@ -1,7 +1,5 @@
 """METok before the language model: a clip in events, of which those that the question asks for are pooled least."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """MovieChat's memory: the most similar neighbouring frames are averaged until they fit the budget."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

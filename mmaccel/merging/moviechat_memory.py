@@ -1,7 +1,5 @@
 """MovieChat's two memories: fragments consolidated into a long memory, the newest frames as they are in a short one."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """MustDrop's vision stage: windows of the grid whose patches are alike become one token."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize

@@ -1,7 +1,5 @@
 """Pooling: neighbouring grid cells are averaged, the baseline of merging."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Progressive pooling: the first frame of every group is pooled lightly, the others strongly."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """PruneVid's first stage: static tokens of a scene are kept once, and similar tokens are merged."""
 
-from __future__ import annotations
-
 from itertools import groupby
 
 import torch

@@ -1,7 +1,5 @@
 """QG-VTC without training: tokens that answer the question stay, the others flow into them softly, in a few steps."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.copies import first_copies, of_first
 from mmaccel_kernels.matching import most_alike

@@ -1,7 +1,5 @@
 """Cutting a clip into segments of consecutive frames."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Tokens that differ from their neighbours in space and in time."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.maxmin import max_min
 from torch import Tensor

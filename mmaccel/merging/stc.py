@@ -1,7 +1,5 @@
 """STC's pruner: of every frame of a stream the tokens unlike the frame and unlike what was seen so far stay."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.copies import of_first
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Streaming dense video captioning: a memory of fixed size takes up frame after frame."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.copies import first_copies, of_first
 from torch import Tensor

@@ -1,7 +1,5 @@
 """StreamVLN: the newest frames stay as they are, and a few pooled ones represent the past."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

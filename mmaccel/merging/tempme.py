@@ -1,7 +1,5 @@
 """TempMe without training: tokens merge within frames, then within clips that join two or three neighbours at a time."""
 
-from __future__ import annotations
-
 from math import ceil, prod
 
 import torch

@@ -1,7 +1,5 @@
 """VFlowOpt before the language model: the least important tokens of every cell of the grid are recycled as one."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """VidCom2: tokens unlike their frame and unlike the whole clip stay, and frames unlike the others keep more of them."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.copies import first_copies, of_first
 from torch import Tensor

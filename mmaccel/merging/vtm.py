@@ -1,7 +1,5 @@
 """VTM: a few tokens of the clip receive, every other token is averaged into the one it resembles most."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,8 +1,6 @@
 """Helpers of methods at several sites: attention and similarities in blocks of rows, without the whole map in memory;
 the frames of a unit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Base of methods whose lower layers read a prompt in chunks that join between layers."""
 
-from __future__ import annotations
-
 import dataclasses
 from abc import abstractmethod
 

@@ -1,7 +1,5 @@
 """Density peaks (DPC-KNN): cluster centres are dense tokens that are far from any denser one."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.copies import first_copies, of_first
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Bases of methods with a draft model: its attention to the prompt ranks tokens, its text ranks keys."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import ClassVar, Literal
 

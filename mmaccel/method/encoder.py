@@ -1,7 +1,5 @@
 """Base of methods inside a vision tower, and their input."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar

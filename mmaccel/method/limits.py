@@ -1,7 +1,5 @@
 """Allowed values of a method's options: intervals, odd numbers, lists of values."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

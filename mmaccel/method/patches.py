@@ -1,7 +1,5 @@
 """Base of methods in front of a vision tower: which patches are worth encoding."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Base of methods that rank tokens by a first pass through lower layers of the language model."""
 
-from __future__ import annotations
-
 import dataclasses
 from abc import abstractmethod
 

@@ -1,7 +1,5 @@
 """Base of methods that compare visual tokens with the question, in the space of the language model or of CLIP."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn.functional import normalize
 

@@ -1,7 +1,5 @@
 """Base of methods inside the language model that may read dropped tokens again while decoding."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 

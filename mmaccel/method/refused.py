@@ -1,7 +1,5 @@
 """The error for an invalid result of a method, in one sentence."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 from ..errors import MmaccelError

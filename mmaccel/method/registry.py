@@ -1,7 +1,5 @@
 """Methods by name: the built-in ones, those registered by the user, and those of installed packages."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

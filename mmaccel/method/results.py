@@ -4,8 +4,6 @@ Types, shapes, dtypes and devices are checked on every device, which costs nothi
 checked where the result is on the CPU: on a GPU the host would wait for them. All checks raise :class:`MmaccelError`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar

@@ -1,7 +1,5 @@
 """Base of methods that reuse a vision tower's features of earlier frames."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Validate the files of a selector before anything is built from them; they may be hostile."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Collection, Mapping

@@ -1,7 +1,5 @@
 """Base of sparse reading: nothing is dropped, and every decode step chooses in each layer which visual keys to read."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

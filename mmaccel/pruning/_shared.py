@@ -1,7 +1,5 @@
 """Parts of several selectors: newline tokens are dropped first, and neighbours are found by their cells."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Attention received: keep the tokens that the patches of the vision tower attend to; needs no CLS token."""
 
-from __future__ import annotations
-
 from ..method import ProjectorMethod, Ranking, Tap, register
 
 

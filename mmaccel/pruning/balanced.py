@@ -1,7 +1,5 @@
 """The default: what kept most answers of pictures, and of clips."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ..core.reduction import Reduction

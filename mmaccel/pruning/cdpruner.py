@@ -1,7 +1,5 @@
 """CDPruner: the kept tokens are different from each other and relevant to the question."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.copies import first_copies, of_first
 from mmaccel_kernels.dpp import greedy_dpp

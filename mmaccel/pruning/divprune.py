@@ -1,7 +1,5 @@
 """DivPrune: the kept tokens are as far apart as possible."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.maxmin import max_min
 from torch import Tensor

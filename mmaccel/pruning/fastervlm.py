@@ -1,7 +1,5 @@
 """FasterVLM: keep the tokens that the CLS token attends to in the layer that is read."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ..core.reduction import Reduction

@@ -1,7 +1,5 @@
 """FlexSelect: a first pass to a reference layer ranks the tokens of a clip by the attention that the question pays them."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ..method import LayerAttention, PreviewMethod, Ranking, register

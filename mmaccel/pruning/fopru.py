@@ -1,7 +1,5 @@
 """FoPru: keep the patches, or the rows of patches, that the vision tower attends to."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

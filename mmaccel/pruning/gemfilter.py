@@ -1,7 +1,5 @@
 """GemFilter: a first pass through the early layers chooses the tokens that the model then reads."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d

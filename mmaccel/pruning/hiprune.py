@@ -1,7 +1,5 @@
 """HiPrune: anchors of a middle layer of the tower with their neighbours, and the tokens that its last layer attends to."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

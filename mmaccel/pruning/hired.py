@@ -1,7 +1,5 @@
 """HiRED: tiles get budgets by early CLS attention over the whole image, tokens stay by late CLS attention in a tile."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

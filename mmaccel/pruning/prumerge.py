@@ -1,7 +1,5 @@
 """PruMerge and PruMerge+: the picture decides how many tokens stay, and their neighbours are merged into them."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.copies import first_copies
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Random choice, the baseline that every selector should beat."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

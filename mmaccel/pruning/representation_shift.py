@@ -1,7 +1,5 @@
 """Representation shift: keep the tokens that a layer of the vision tower changes most."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ..core.reduction import Reduction

@@ -1,7 +1,5 @@
 """SpecPC: the prompt is compressed to what a smaller model attends to, and to what stands beside it."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

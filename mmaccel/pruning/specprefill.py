@@ -1,7 +1,5 @@
 """Speculative Prefill: a smaller model says which part of the prompt the large one reads."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Token-level correlation: how much a tile repeats itself says how many of its tokens stay, the CLS token says which."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.copies import first_copies, of_first
 from torch import Tensor

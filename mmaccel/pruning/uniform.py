@@ -1,7 +1,5 @@
 """Evenly spaced choice, the baseline that uses only the order of the tokens."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

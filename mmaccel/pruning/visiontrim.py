@@ -1,7 +1,5 @@
 """VisionTrim: tokens that the tower attends to stay, and the question merges the others into a few complements."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.copies import first_copies, of_first
 from mmaccel_kernels.matching import best_match

@@ -1,7 +1,5 @@
 """VisionZip: dominant tokens stay, the others are merged into a few contextual ones."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

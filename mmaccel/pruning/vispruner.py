@@ -1,7 +1,5 @@
 """VisPruner: some tokens stay because they are important, some because they are different."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.copies import first_copies
 from mmaccel_kernels.matching import most_alike

@@ -1,7 +1,5 @@
 """VTC-CLS: keep the tokens that the CLS token of the vision tower attends to."""
 
-from __future__ import annotations
-
 from ..method import ModelFacts, ProjectorMethod, Ranking, Tap, register
 
 

@@ -1,7 +1,5 @@
 """Recipes of papers that span sites, read from ``cookbook.toml``."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Mapping, Sequence

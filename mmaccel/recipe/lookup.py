@@ -1,7 +1,5 @@
 """Find recipes by name, and build them from what a user gives."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """CalibQuant: visual keys and values in one bit."""
 
-from __future__ import annotations
-
 from typing import Literal, cast
 
 from mmaccel_kernels.pack import Shared, kept, meta_type, quantise

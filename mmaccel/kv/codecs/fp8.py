@@ -1,7 +1,5 @@
 """FP8: 8-bit floating point numbers."""
 
-from __future__ import annotations
-
 from mmaccel_kernels.pages import Format
 
 from ...method import register

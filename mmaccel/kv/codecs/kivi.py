@@ -1,7 +1,5 @@
 """KIVI: keys per channel, values per token."""
 
-from __future__ import annotations
-
 from typing import Literal, cast
 
 from mmaccel_kernels.pages import Code, Format

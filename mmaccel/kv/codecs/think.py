@@ -1,7 +1,5 @@
 """ThinK: keys without the channels that matter least to queries, and KIVI for the rest."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """VidKV: keys in 1.5 bits, values in three levels."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 from typing import Self
 

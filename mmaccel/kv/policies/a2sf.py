@@ -1,7 +1,5 @@
 """A2SF: accumulated attention with a forgetting factor."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

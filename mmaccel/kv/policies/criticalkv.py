@@ -1,7 +1,5 @@
 """CriticalKV: half of the budget by attention, half by the effect of values on the output of attention."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

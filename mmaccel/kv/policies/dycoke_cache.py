@@ -1,7 +1,5 @@
 """DyCoke, in the cache: every decode step reads the visual keys it attends to most; the others stay stored."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Elastic Cache: other keys are merged into important ones; while decoding, keys are evicted at a fixed distance."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

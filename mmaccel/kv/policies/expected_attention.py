@@ -1,7 +1,5 @@
 """Expected attention: keep the keys that future queries will attend to, if they are distributed like the prompt's."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

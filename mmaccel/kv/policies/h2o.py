@@ -1,7 +1,5 @@
 """H2O: keep the heavy hitters, the keys that have received most attention so far."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """KeyDiff: keep the keys least similar to the mean key."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize

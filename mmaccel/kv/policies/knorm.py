@@ -1,7 +1,5 @@
 """KNorm: keep the keys of smallest norm."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """LagKV: every partition of keys and values is normalised by the range of the next one."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Loki: keys are ranked in the few dimensions in which they vary most, and those that rank highest are read in full."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.loki import low_rank_logits
 from mmaccel_kernels.quest import Join

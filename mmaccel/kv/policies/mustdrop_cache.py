@@ -1,7 +1,5 @@
 """MustDrop, in the cache: keys of tokens that later layers dropped leave the cache of earlier layers too."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Observed attention: the mean attention a key received from the queries that could attend to it."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ...method import KeyBatch, register

@@ -1,7 +1,5 @@
 """Quest: pages of keys are read by an upper bound of what the query could find in them."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.quest import Join, page_bounds
 from torch import Tensor

@@ -1,7 +1,5 @@
 """SnapKV: keep the keys that the last queries of the prompt attend to."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """SpecKV: keep the keys that a smaller model's answer attends to."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Squeezed Attention: keys are read whose cluster's centroid promises enough attention."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """StreamingLLM: keep the first few keys and the newest."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """TokenSelect: single keys are read that the heads of a layer vote for, the same for all heads."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.alike import keep_alike
 from mmaccel_kernels.votes import votes as votes_of

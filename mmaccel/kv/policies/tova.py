@@ -1,7 +1,5 @@
 """TOVA: keep the keys that the newest token attends to."""
 
-from __future__ import annotations
-
 import torch
 from mmaccel_kernels.importance import importance
 from torch import Tensor

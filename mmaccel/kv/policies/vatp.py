@@ -1,7 +1,5 @@
 """VATP: attention times the norm of the value."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """VL-Cache: keep the keys that the text after the pictures attends to; layers get budgets by their sparsity."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

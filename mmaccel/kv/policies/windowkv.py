@@ -1,7 +1,5 @@
 """WindowKV: keep whole windows of neighbouring keys that the last queries of the prompt attend to."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

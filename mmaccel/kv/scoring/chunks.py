@@ -1,7 +1,5 @@
 """Chunks of neighbouring keys, which stay or go together."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Keys that are equal bit for bit have the same scores, however matrix products round."""
 
-from __future__ import annotations
-
 from mmaccel_kernels.copies import first_copies
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Statistics of the attention that keys receive, computed over blocks of queries, without the whole map."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
