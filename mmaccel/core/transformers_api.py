@@ -9,22 +9,9 @@ import inspect
 import re
 from collections.abc import Mapping
 from importlib import import_module, metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from transformers import GenerationMixin as GenerationMixin
-    from transformers import PreTrainedConfig as PreTrainedConfig
-    from transformers.cache_utils import Cache as Cache
-    from transformers.cache_utils import DynamicCache as DynamicCache
-    from transformers.cache_utils import DynamicLayer as DynamicLayer
-    from transformers.cache_utils import DynamicSlidingWindowLayer as DynamicSlidingWindowLayer
-    from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLayer
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.masking_utils import AttentionMaskInterface as AttentionMaskInterface
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ALL_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import AttentionInterface as AttentionInterface
 
 #: the oldest and the newest release of transformers that the tests run on
 TESTED = ((5, 17), (5, 24))

@@ -71,8 +71,23 @@ class PiToMe(EncoderMethod):
         return out
 
     def match(self, tokens: EncoderTokens, remove: int) -> Tensor:
+        keys, first = tokens.keys, tokens.protected
         margin = 0.9 * (1.0 - tokens.depth) if self.margin is None else self.margin
-        return _MATCHING[self.matching](tokens.keys, remove, margin, tokens.protected)
+        target = torch.arange(keys.shape[1], device=keys.device).repeat(len(keys), 1)
+        remove = min(remove, (keys.shape[1] - first) // 2)
+        if remove <= 0:
+            return target
+        values = (text_energy if self.matching == "text" else energy)(keys[:, first:], margin)
+        ranked = values.argsort(dim=1, descending=True, stable=True) + first
+        if self.matching == "text":
+            a, b = ranked[:, :remove], ranked[:, remove : 2 * remove]
+        else:
+            ranked = ranked if self.matching == "bsm" else ranked[:, : 2 * remove]
+            a, b = ranked[:, 0::2], ranked[:, 1::2]
+        x = normalize(keys.float(), dim=-1)
+        best, partner = most_alike(x, a, b, first=first_copies(x))
+        giver = best.argsort(dim=1, descending=True, stable=True)[:, :remove]
+        return target.scatter(1, a.gather(1, giver), b.gather(1, partner.gather(1, giver)))
 
 
 def energy(metric: Tensor, margin: float) -> Tensor:
@@ -85,44 +100,6 @@ def text_energy(metric: Tensor, margin: float) -> Tensor:
     sigma = 1.0 - margin
     bell = sigma * math.sqrt(2.0 * math.pi)
     return _mean_of_similarity(metric, lambda s: (-(((1.0 - s) / sigma) ** 2) / 2.0).exp() / bell)
-
-
-def energy_matching(metric: Tensor, remove: int, margin: float, protected: int = 0) -> Tensor:
-    """The slot each token flows into, ``[N, T]`` long: ``2 remove`` candidates of highest energy, alternately A and B."""
-    ranked, remove = _ranked(metric, remove, protected, energy(metric[:, protected:], margin))
-    return _flow(metric, ranked[:, : 2 * remove : 2], ranked[:, 1 : 2 * remove : 2], remove)
-
-
-def text_matching(metric: Tensor, remove: int, margin: float, protected: int = 0) -> Tensor:
-    """The text variant: of the ``2 remove`` candidates the half of higher energy flows into the lower half."""
-    ranked, remove = _ranked(metric, remove, protected, text_energy(metric[:, protected:], margin))
-    return _flow(metric, ranked[:, :remove], ranked[:, remove : 2 * remove], remove)
-
-
-def energy_bipartite_matching(metric: Tensor, remove: int, margin: float, protected: int = 0) -> Tensor:
-    """All tokens alternately A and B in the order of their energy; the ``remove`` best matches of A are merged."""
-    ranked, remove = _ranked(metric, remove, protected, energy(metric[:, protected:], margin))
-    return _flow(metric, ranked[:, 0::2], ranked[:, 1::2], remove)
-
-
-_MATCHING = {"energy": energy_matching, "bsm": energy_bipartite_matching, "text": text_matching}
-
-
-def _ranked(metric: Tensor, remove: int, protected: int, values: Tensor) -> tuple[Tensor, int]:
-    """Slots by falling energy, and how many can be removed."""
-    order = values.argsort(dim=1, descending=True, stable=True) + protected
-    return order, max(0, min(remove, (metric.shape[1] - protected) // 2))
-
-
-def _flow(metric: Tensor, a: Tensor, b: Tensor, remove: int) -> Tensor:
-    """The ``remove`` tokens of slots ``a [N, p]`` that are nearest to one of slots ``b [N, q]`` flow into it."""
-    target = torch.arange(metric.shape[1], device=metric.device).repeat(len(metric), 1)
-    if remove == 0:
-        return target
-    x = normalize(metric.float(), dim=-1)
-    best, partner = most_alike(x, a, b, first=first_copies(x))
-    giver = best.argsort(dim=1, descending=True, stable=True)[:, :remove]
-    return target.scatter(1, a.gather(1, giver), b.gather(1, partner.gather(1, giver)))
 
 
 def _mean_of_similarity(metric: Tensor, what: Callable[[Tensor], Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from clips import clips
 from mmaccel import MmaccelError
 from mmaccel.core.reduction import Reduction
 from mmaccel.encoders import pitome
-from mmaccel.encoders.pitome import PiToMe, energy, energy_bipartite_matching, energy_matching, text_matching
+from mmaccel.encoders.pitome import PiToMe, energy
 from mmaccel.merging import centerclip, film
 from mmaccel.merging.aim import AimMerge, halvings, merge_in_rounds
 from mmaccel.merging.centerclip import k_medoids
@@ -117,14 +117,15 @@ def test_pitome_protects_what_is_alone() -> None:
     metric = torch.randn(2, 41, 8, generator=torch.Generator().manual_seed(0))
     metric[:, 1:20] = metric[:, 1:2] + 0.1 * metric[:, 1:20]
     place = torch.arange(41)
-    for matching in (energy_matching, energy_bipartite_matching, text_matching):
+    tokens, alone = (EncoderTokens(x, torch.ones(x.shape[:2]), 1) for x in (metric, metric[:1]))
+    for method in (PiToMe(0.5), PiToMe(0.5, "bsm"), PiToMe(0.5, "text")):
         for remove in (0, 7, 99):
-            target = matching(metric, remove, 0.5, 1)
+            target = method.match(tokens, remove)
             assert ((target != place).sum(1) == min(remove, 20)).all() and (target[:, 0] == 0).all()
             assert torch.equal(target.gather(1, target), target)
-            assert torch.equal(matching(metric[:1], remove, 0.5, 1)[0], target[0])
+            assert torch.equal(method.match(alone, remove)[0], target[0])
     # nine merges take eighteen candidates, all of the crowd
-    gone = energy_matching(metric, 9, 0.5, 1) != place
+    gone = PiToMe(0.5).match(tokens, 9) != place
     assert gone[:, 1:20].sum(1).tolist() == [9, 9]
     assert (energy(metric, 0.5)[:, 1:20].amin(1) > energy(metric, 0.5)[:, 20:].amax(1)).all()
 
