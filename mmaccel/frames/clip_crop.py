@@ -35,10 +35,9 @@ class ClipCrop(FramesMethod):
     right or the left, and of the four regions the most like the question stays, until ``retain`` of the area is left, which
     the last cut meets.
 
-    Pixels stay as they are, so that models that read a picture at its own resolution (Qwen, tiled ones) make fewer tokens of
-    it, in the vision tower and behind it; a model that scales everything to one size (LLaVA-1.5) makes as many as before, and
-    sees the region larger. Positions are those of a picture of that size. What lies outside the region cannot be asked about
-    any more.
+    Pixels stay as they are: models that read a picture at its own resolution (Qwen, tiled ones) make fewer tokens of it, in the
+    vision tower and behind it; a model that scales everything to one size (LLaVA-1.5) makes as many as before, and sees the
+    region larger. The rest of the picture cannot be asked about any more.
 
     Parameters
     ----------
@@ -48,10 +47,10 @@ class ClipCrop(FramesMethod):
     cut : 0 for windows; the authors' program has 0.1. Each cut is four pictures for CLIP, 14 cuts to a quarter of the area,
         for which there are nine windows.
 
-    Paper and program: the paper shows the region beside the whole picture, which saves nothing; here it is shown alone. The
-    program cuts 20 times, to 12 % of the area, in whole pixels rounded down. Windows are the default here: asked by the small
-    CLIP model for each of 40 drawn things, four a picture, at a quarter of the area, they showed at least three quarters of 39
-    things, and the paper's cuts of 16. Of a clip all frames show one region, chosen by the mean over 4 of them.
+    Paper and program: the paper shows the region beside the whole picture; here it is shown alone. The program cuts 20 times,
+    to 12 % of the area, in whole pixels rounded down. Windows are the default here: for 40 drawn things, four a picture, the
+    small CLIP model found at least three quarters of 39 things in windows of a quarter of the area, and of 16 with the paper's
+    cuts. All frames of a clip show one region, chosen by the mean over 4 of them.
     """
 
     name = "clip-crop"

@@ -31,10 +31,9 @@ class AimPageRank(Ranking, LayerMethod):
     teleport : share of the weight that restarts uniformly in each iteration, ``p <- (1 - teleport) p M + teleport / L``; 0 as
         in the program, which has the term but does not use it.
 
-    Paper and program: after each layer ``l >= 14`` of 28 the program keeps ``max(0, 1 - (l - 13) / 8)`` of the tokens
-    that entered the language model, ranked by the attention of layer ``l``, so that none is left after layer 21; here one
-    per picture stays. It only masks the tokens it drops (its costs are computed from operation counts) and takes one image;
-    here tokens are removed, every picture has its own budget, and keys of earlier turns receive weight but pass none on.
+    Paper and program: after each layer ``l >= 14`` of 28 the program keeps ``max(0, 1 - (l - 13) / 8)`` of the tokens that
+    entered the language model, none after layer 21; here one per picture stays. It only masks dropped tokens and takes one
+    image; here tokens are removed, every picture has its own budget, and keys of earlier turns receive weight but pass none on.
     """
 
     name = "aim-pagerank"

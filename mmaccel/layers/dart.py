@@ -22,10 +22,9 @@ class DART(LayerMethod):
     it, of those that are left, stay; hidden states are compared behind the last norm of the model. Visual pivots stay too,
     those of the text only look. Positions are original. No attention map is needed.
 
-    With ``p`` pivots the program keeps ``image_pivots + p P``; here the budget is met: the first pivots have one token more
-    if it does not come out even. The pivots of the text are those of the question behind the last picture, and every picture
-    has its own visual ones. The norm of a key is the sum of the lengths of the pairs of channels that RoPE turns together,
-    which is the same wherever a token stands.
+    The budget is met: the first pivots have one token more if it does not come out even. The pivots of the text are those of
+    the question behind the last picture, and every picture has its own visual ones. The norm of a key is the sum of the
+    lengths of the pairs of channels that RoPE turns together, so that it does not depend on the position.
 
     ``variant="official"``: the norm is the sum of absolute values behind RoPE, with which padding in front of a prompt
     changes what is a pivot, and ``P`` is rounded down.
@@ -35,10 +34,9 @@ class DART(LayerMethod):
     layer : the input of this layer; 2 as in the paper.
     image_pivots, text_pivots : 4 and 4 as in the program.
 
-    Paper and program: the program serves pivots in the order in which Python's set of integers holds their
-    places, an accident of a hash table that decides who keeps what; here visual pivots come first, each kind by descending
-    norm. It rounds ``P`` down, so that with 4 and 4 pivots and a ratio ``r`` of ``n`` tokens ``4 + 8 int(r n / 8)`` stay
-    (``official_count``), some more than asked.
+    Paper and program: the program serves pivots in the order in which Python's set of integers holds them; here visual pivots
+    come first, each kind by descending norm. It rounds ``P`` down: with 4 and 4 pivots and a ratio ``r`` of ``n`` tokens
+    ``4 + 8 int(r n / 8)`` stay (``official_count``), some more than asked.
     """
 
     name = "dart"

@@ -38,12 +38,11 @@ class FrameFusion(LayerMethod):
     are merged; if fewer, the least important of the rest are dropped.
 
     **With** ``through``, as in the recipe ``framefusion``, it works at every layer from ``layer`` to that one, and ``retain``
-    is what these layers have of a picture's tokens *on average*. Let the layers before have held shares ``a_i`` of the tokens;
-    then the next ones may drop ``d = 1 - (layers retain - sum_i a_i) / (layers left * a)`` of what is left
-    (:func:`sparsity_needed`). Similar tokens are merged, and if that reaches ``d``, only the ``d n`` most similar, and it is
-    over. Once a layer merges less than a tenth, the next prunes to ``n (1 - d)`` by importance, and it is over. A layer
-    that could not be followed by another within the budget prunes without waiting for that, so that the average is met. What
-    is left in the end depends on the content: less than ``retain``, the later the less.
+    is the share of a picture's tokens that these layers have *on average*. If the layers before held shares ``a_i``, the next
+    ones may drop ``d = 1 - (layers retain - sum_i a_i) / (layers left * a)`` of what is left (:func:`sparsity_needed`).
+    Similar tokens are merged until that reaches ``d``, the most similar first; then it ends. Once a layer merges less than a
+    tenth, the next prunes to ``n (1 - d)`` by importance, and it ends. A layer that no other could follow within the budget
+    prunes at once, so that the average is met. In the end less than ``retain`` is left, depending on the content.
 
     ``variant="official"``: what merging drops is rounded down and what pruning keeps half to even; layer after layer, a budget
     that merging has overrun is an error, and merging that never falls below a tenth may end above the budget.
@@ -54,10 +53,9 @@ class FrameFusion(LayerMethod):
     similarity : 0.6 as in the program; above 1 nothing is merged.
     through : the last layer at which it works; None is ``layer`` itself. 1.0 is the last of the model.
 
-    Paper and program: the authors work on what enters layer 0 and between attention and MLP of every layer, here always at the
-    input of a layer, so that a cut falls half a layer later; counts and averages are the same. Their budget ``cost`` is
-    ``retain`` of the recipe, 0.3 of 28 layers. In models that add DeepStack features, the average is that of the layers behind
-    these. Their clip is all there is of visual tokens; here every picture and clip has its own budget.
+    Paper and program: the program works between attention and MLP of a layer, here always at the input of a layer, half a
+    layer later; counts and averages are the same. Its budget ``cost`` is ``retain`` of the recipe, 0.3 of 28 layers. In models
+    that add DeepStack features, the average is over the layers behind these. Every picture and clip has its own budget here.
     """
 
     name = "framefusion-step"

@@ -22,14 +22,13 @@ class HOMER(Ranking, ChunkMethod):
     significance stay, and so does all text. With ``c`` chunks of ``C`` tokens and ``T`` of text, attention in the lower layers
     costs ``c (C + T)^2`` in place of ``(c C + T)^2``.
 
-    It is for prompts that do not fit a model. In one that does a chunk costs what hangs on its place: with half of the tokens
-    mini-llava-deep names all colours and shapes of 16 pictures, and no place in 8, and answers 58 % of 72 questions, where it
-    answers 83 % with ``fastv`` (``mmaccel eval --model mmaccel/models/mini-llava-deep --limit 8 --recipe homer fastv --retain
-    0.5``, on a CPU).
+    Use it for prompts that do not fit the model; where they do, chunks lose answers about places: at half of the tokens
+    mini-llava-deep answers 58 % of 72 questions, with ``fastv`` 83 % (``mmaccel eval --model mmaccel/models/mini-llava-deep
+    --limit 8 --recipe homer fastv --retain 0.5``, on a CPU).
 
-    By default a chunk has as many tokens as are to stay in the end, as the authors' chunks and target, 2,048 each, and no more
-    than half of the model's positions where the prompt is beyond them, as theirs of 4,096. A picture that keeps
-    everything in a prompt that fits is one chunk, and the model then is the bare one.
+    By default a chunk has as many tokens as stay in the end (the authors' chunks and target are 2,048 each), and at most half
+    of the model's positions where the prompt exceeds them. A picture that keeps everything in a prompt that fits is one chunk,
+    and the model then is the bare one.
 
     Parameters
     ----------
@@ -39,14 +38,12 @@ class HOMER(Ranking, ChunkMethod):
         distance of 0, 1, ... positions; further ones have the last value. By default zero: their table is not in their
         repository.
 
-    Paper and program: tokens are dropped and chunks joined between the attention and the MLP of a layer there, and here behind
-    the layer, so that the mean of two copies of text is taken of what the MLP has made of them. The program goes through the
-    tree depth first and holds the keys of one branch at a time; here all chunks of a level are rows of one batch, which gives
-    the same and holds the keys of all tokens below the first join while the prompt is read. The method is for text, and all of
-    the context competes in a chunk; here visual tokens compete, each picture for its own budget, and text between them stays.
-    A chunk keeps half of the length of one there, and half of what is to stay here, which by default is the same.
-    With M-RoPE time begins anew in every chunk, rows and columns of a picture go on, and distances are those in time.
-    ``positions`` changes nothing.
+    Paper and program: the program drops tokens and joins chunks between the attention and the MLP of a layer, here both happen
+    behind the layer. It goes through the tree depth first and holds the keys of one branch at a time; here all chunks of a
+    level are rows of one batch, with the same result and the keys of all tokens below the first join in memory. The method is
+    for text, and all of the context competes in a chunk; here visual tokens compete, each picture for its own budget, and text
+    between them stays. A chunk keeps half of a chunk's length there, and half of the budget here, by default the same. With
+    M-RoPE time begins anew in every chunk, rows and columns go on, and distances are in time. ``positions`` changes nothing.
     """
 
     name = "homer"

@@ -25,17 +25,14 @@ class LazyLLM(Ranking, ReactivatingMethod):
     layer : ``l``, counted from 0; the first of the paper's three for Llama 2, behind layer 9 of 32, with 0.7 of the tokens
         (``default_retain``). The recipe ``lazyllm`` has all three, each of which keeps 0.7 of what reaches it.
 
-    Made from the paper alone; no program of its authors is known to us. There any token of a prompt may be dropped but the
-    last, and a quantile of the scores decides; here text always stays, and the budget is a count: of every picture in a prompt,
-    of all pictures of a row together behind it. A later turn is a forward as any other: its tokens see what the last of them
-    chooses, and a picture in it adds to the tokens that may come back.
+    Made from the paper alone; no program of its authors is known to us. There any token but the last may be dropped, and a
+    quantile of the scores decides; here text always stays, and the budget is a count: of every picture in a prompt, of all
+    pictures of a row together behind it. A later turn is a forward like any other, and a picture in it adds to the tokens that
+    may come back.
 
-    What it saves is at the prompt. Memory is not saved in the end: a hidden state waits at every layer that drops it, and what
-    comes back is stored; and a step runs more tokens than one.
-
-    With ``output_hidden_states`` a layer shows the tokens that came back in front of the new ones. Beams are possible, and take
-    what waits with them; captured steps are not, since every step runs as many tokens as come back in it. ``stats()`` counts
-    these, ``tokens_returned``.
+    It saves time at the prompt, and no memory: a dropped token leaves a hidden state at every layer, and its keys once it comes
+    back. With ``output_hidden_states`` a layer shows the tokens that came back in front of the new ones. Beams work; steps are
+    not captured, since their number of tokens varies. ``stats()`` counts the tokens, ``tokens_returned``.
     """
 
     name = "lazyllm-tokens"

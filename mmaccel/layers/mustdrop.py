@@ -18,20 +18,16 @@ class MustDropFilter(LayerMethod):
     *Multi-Stage Vision Token Dropping: Towards Efficient Multimodal Large Language Model*, arXiv 2411.10803.
 
     ``A`` is the attention of layer ``layer - 1``, mean over heads, paid by text tokens ``t`` to the visual tokens ``j`` of a
-    picture; ``g_j = sum_t A_tj`` and ``m_j = max_t A_tj``. Token ``j`` is dropped iff ``g_j < global_threshold * sum_i g_i``
-    and ``m_j < individual_threshold``. Equivalently it stays iff
+    picture; ``g_j = sum_t A_tj`` and ``m_j = max_t A_tj``. Token ``j`` stays iff ``s_j = max(g_j / (global_threshold * sum_i
+    g_i), m_j / individual_threshold) >= 1``, that is, unless both are below their thresholds.
 
-        ``s_j = max(g_j / (global_threshold * sum_i g_i), m_j / individual_threshold) >= 1``.
-
-    By default the budget decides: the ``count`` highest ``s_j`` stay, which is the same filter with both thresholds
-    scaled by the same factor until the budget is met. With ``adaptive=True`` the thresholds decide, as in the paper, and the
-    budget is only an upper limit (``retain=1.0``: none); at least one token of a picture stays. Text always stays.
+    By default the budget decides: the ``count`` highest ``s_j`` stay, the same filter with both thresholds scaled until the
+    budget is met. With ``adaptive=True`` the thresholds decide, as in the paper, and the budget is an upper limit
+    (``retain=1.0``: none); at least one token of a picture stays. Text always stays.
 
     With ``protect`` above 0, the ``ceil(protect n)`` tokens with most CLS attention in the last layer of the tower, of the
     ``n`` tokens of a picture that entered the language model, are key tokens: no threshold drops them, and a budget drops
-    them last.
-
-    ``g`` and ``m`` are computed over blocks of text rows; rows without text are skipped and no map is kept.
+    them last. Sums are computed over blocks of text rows; no map is kept.
 
     Parameters
     ----------

@@ -44,9 +44,8 @@ class FastVID(AttentionGuided):
     neighbours : of the density, 4 as in the program.
     query, layer : whose attention makes a token salient, see :class:`AttentionGuided`.
 
-    Paper and program: the program uses the features and the attention of SigLIP's pooling head, which the models here do not
-    load. Here frames are compared by the mean of their tokens, and tokens are salient by the attention paid by the tower's
-    tokens, or by its CLS token.
+    Paper and program: the program uses features and attention of SigLIP's pooling head, which the models here do not load.
+    Here frames are compared by their mean tokens, and tokens by the attention of the tower's tokens, or of its CLS token.
     """
 
     name = "fastvid"

@@ -29,15 +29,14 @@ class FreeVideoLlm(QuestionGuided):
     place of the share ``roi`` of pairs that are most like the question, rounded down, and it is moved inside the frame. The
     fast path has all frames, each average-pooled into the windows that ``pool`` would choose.
 
-    The fast path gets ``fast`` of the budget and what the others leave over. Of these, slow frames come first, the most like
-    the question before others, then middle ones, as long as whole regions fit. A frame of both is shown once. A pair takes
-    the slot of its first token, a window the first slot that no pair has; where none is left, pairs show all of it. So the
-    paths lie in one another, in order of time.
+    The fast path gets ``fast`` of the budget and what the others leave over. Slow frames come first, the most like the question
+    before others, then middle ones, as long as whole regions fit; a frame of both is shown once. A pair takes the slot of its
+    first token, a window the first slot that no pair has, so that the paths are interleaved in order of time.
 
     A frame's likeness is the mean cosine of its tokens and the question, a pair's the cosine of the question and the larger of
     both tokens in each channel. Tokens and question are those that the language model reads; with ``clip`` those of a CLIP
-    model, as in the paper. Without a question there are no slow frames, and regions are whole frames. A picture is a frame,
-    and so are its tiles. Newlines are dropped.
+    model, as in the paper. Without a question there are no slow frames, and regions are whole frames. A picture and each of
+    its tiles is a frame. Newlines are dropped.
 
     ``variant="official"``: the region is found in the program's grid, which takes two rows of pairs for one of twice the
     length, where their number is even.
@@ -51,9 +50,9 @@ class FreeVideoLlm(QuestionGuided):
         distances; it is in the program, whose settings do not use it.
     clip : the CLIP model that the vision tower comes from, see ``cdpruner``; ``accelerate_vlm`` then needs ``processor=``.
 
-    Paper and program: pairs are shown as the larger of both in each channel, which is no sum of tokens with weights; a mean is
-    another choice of the program's. It puts the paths one behind the other. It asks CLIP for one embedding of a frame, where
-    here the patches are asked, and it stretches rotary positions twofold, for contexts longer than its model was trained with.
+    Paper and program: the program shows the larger of a pair in each channel (a mean is another choice of it), puts the paths
+    one behind the other, compares one CLIP embedding of a frame in place of its patches, and stretches rotary positions
+    twofold, for contexts longer than its model was trained with.
     """
 
     name = "free-video-llm"

@@ -31,8 +31,7 @@ class HoliTomMerge(ProjectorMethod):
     The budget is met up to rounding, as in the paper: every frame with dynamic tokens keeps at least one. An image is a
     single dynamic frame, reduced by attention. Newlines are dropped. The weights of a kept token sum to one.
 
-    ``variant="official"``: of equally dense tokens none counts as denser, so that all copies of a token are peaks, apart from
-    the program's noise.
+    ``variant="official"``: of equally dense tokens none counts as denser, so that all copies of a token are peaks.
 
     Parameters
     ----------

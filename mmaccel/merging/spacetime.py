@@ -24,15 +24,13 @@ class SpaceTime(ProjectorMethod):
     A rule of mmaccel; no paper. A token is worth the smaller of two distances: to the nearest token of its own frame that was
     picked before it, and ``change`` times the larger of those to the same cell one frame before and one frame after. The
     token of most worth is picked until ``count`` are, the lower slot on a tie. A cell that no frame showed before has no
-    second distance; of a frame of such cells, as of a picture, the token whose nearest neighbour is farthest comes first.
-    So what stands still is kept once, in the first frame, and both sides of a change stay: what was there before, and what
-    there is now. A pick changes nothing in other frames, so the frames of all clips are picked from at once, and the picks
-    of most worth stay.
+    second distance; in a picture, or a frame of such cells, the token whose nearest neighbour is farthest comes first. So
+    static cells are kept once, in the first frame, and both sides of a change stay. A pick changes nothing in other frames, so
+    the frames of all clips are picked from at once.
 
-    Distances are squared and Euclidean, but for a few percent: a coordinate more lays the tokens of a picture or clip on a
-    sphere of twice the length of the longest one, and ``1 - cos`` is taken there. The length of a token counts that way, which
-    it does not in ``divprune`` (arXiv 2503.02175), whose picks in a picture these would be without it. The temporal half
-    compares as ``evs`` (arXiv 2510.14624) does, but does not take the whole first frame.
+    Distances are nearly squared Euclidean: one more coordinate lays the tokens of a picture or clip on a sphere of twice the
+    length of the longest one, where ``1 - cos`` is taken. So the length of a token counts, which it does not in ``divprune``
+    (arXiv 2503.02175). The temporal half compares as ``evs`` (arXiv 2510.14624) does, but does not take the whole first frame.
 
     Tiles and newlines of a picture are picked from together. In clips newlines are dropped first. Where an earlier stage
     dropped a cell, the latest frame before that has it is compared. A clip whose camera moves changes everywhere; then every

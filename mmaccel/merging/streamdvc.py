@@ -25,13 +25,13 @@ class StreamDvc(ProjectorMethod):
     nearly the mean of all that flowed into it. A centre that nothing joins stays as it is and has weight zero. No later
     frame is looked at.
 
-    A kept token takes the slot that its place in the memory had at first, so that all of them are in the first frames; it
-    is the memory of the whole clip all the same. Tiles of a picture count as frames. Newlines are dropped first.
+    A kept token takes the slot that its place in the memory had at first, so that all of them are in the first frames. Tiles of
+    a picture count as frames. Newlines are dropped first.
 
     With ``neighbours`` the memory is the program's other one, which takes up token after token: of the memory and the new
-    token behind it, the two neighbours with the highest cosine (the first on a tie) become their mean, with their weights, in
-    the place of the first, and the new token takes the place of the second. Where it is itself the second, it is averaged
-    in. So the places are not in order of time, and all weights together are the tokens that were taken up.
+    token behind it, the two neighbours with the highest cosine (the first on a tie) become their weighted mean in the place of
+    the first, and the new token takes the place of the second, unless it is itself the second. So places are not in order of
+    time.
 
     Parameters
     ----------

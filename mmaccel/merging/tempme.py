@@ -37,11 +37,10 @@ class TempMe(ProjectorMethod):
     ----------
     joins : how many clips each step joins, (2, 2, 3) as in the program: 12 frames become one clip.
 
-    Paper and program: both merge inside CLIP, whose later layers attend over the clip. Layers up to the eighth take two
-    tokens out of every frame each; at the ninth, tenth and eleventh clips join, and 30 % and then 10 % of their tokens are
-    taken out. Trained positions of frames and adapters help. Towers here encode frames one by one, so the same merging stands
-    behind the tower, on what the language model reads, and nothing is trained. Of 49 tokens a frame the program's steps keep
-    67, 65, 64 and 64 %; one share for all is ours.
+    Paper and program: both merge inside CLIP, whose later layers attend over the clip: up to the eighth layer two tokens a
+    frame, at the ninth, tenth and eleventh clips join and lose 30 % and then 10 %; frame positions and adapters are trained.
+    Towers here encode frames one by one, so the same merging is behind the tower, on what the language model reads, and nothing
+    is trained. Of 49 tokens a frame the program's steps keep 67, 65, 64 and 64 %; one share for all is ours.
     """
 
     name = "tempme"

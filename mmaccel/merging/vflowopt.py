@@ -30,11 +30,11 @@ class VFlowOptMerge(ProjectorMethod):
         15.6 for a quarter, 17.4 for a tenth, on grids of 27 x 27 and more.
 
     Paper and program: the program drops ``round((1 - retain) n) + int(n / cell^2)`` tokens whatever the number of cells, so
-    that some more or fewer than asked stay. It counts only queries that themselves receive much attention, above a bar of 28.7
-    to 39.3 times the mean that is searched together with the cells for one model; here all queries count. The entropy of a
-    patch, the other part of the paper's importance, has weight zero in all of its settings. It recycles tiled pictures only,
-    and keeps all newline tokens; here pictures and frames are all recycled, and newline tokens are dropped first. The
-    two stages inside the language model are ``vflowopt-inner``; the recipe ``vflowopt`` has all three.
+    that some more or fewer than asked stay. It counts only queries that receive 28.7 to 39.3 times the mean attention, a bar
+    searched for one model; here all queries count. The entropy of a patch, the other part of the paper's importance, has
+    weight zero in all of its settings. It recycles tiled pictures only, and keeps newline tokens; here pictures and frames are
+    recycled, and newline tokens are dropped first. ``vflowopt-inner`` is the two stages inside the language model; the recipe
+    ``vflowopt`` has all three.
     """
 
     name = "vflowopt-merge"

@@ -29,12 +29,11 @@ class Learned(ProjectorMethod):
     the language model would read, the place in the grid, ``w_j`` and, if it was trained so, the question. With scores that are
     all equal it is ``spacetime``; what the question asks for is kept although it is like its neighbours.
 
-    To each token that stays ``(1 - count / n) r_j`` is added, a residual in which the network tells what it saw in all ``n``,
-    so that what is dropped is not lost; nothing is added where every token stays. Selectors that were trained without residuals
-    only choose.
+    To each token that stays the network adds a residual ``(1 - count / n) r_j``, which carries information of dropped tokens;
+    selectors that were trained without residuals only choose.
 
-    The network was trained without labels, on how the frozen model's own answers change, or to tell how much they hang on
-    each token, or what the attention of a layer pays it, which is *FlexSelect* (arXiv 2506.00993); see
+    The network is trained without labels: on how the frozen model's own answers change, how much they depend on each token, or
+    what the attention of a layer pays it (*FlexSelect*, arXiv 2506.00993); see
     :func:`mmaccel.programs.distil.training.distil`. *VisionSelector* (arXiv 2510.16598), *CoViPAL* (arXiv 2508.17243) and
     *Dynamic-LLaVA* (arXiv 2412.00876) learn such scores through a relaxed choice.
 
