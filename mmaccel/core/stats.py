@@ -100,20 +100,12 @@ class Stats:
     def as_dict(self) -> CallStats:
         """The figures for the user."""
         layers = self.layer_tokens
-        return CallStats(
-            recipe=self.recipe,
-            prompt_tokens=self.prompt_tokens,
-            visual_tokens=self.visual_tokens,
-            visual_tokens_kept=layers[-1] if layers else self.visual_tokens,
-            visual_tokens_per_layer=sum(layers) / len(layers) if layers else float(self.visual_tokens),
-            stages=[vars(stage).copy() for _, stage in sorted(self.stages.items())],
-            kv_bytes=self.kv_bytes,
-            kv_bytes_bare=self.kv_bytes_bare,
-            labels_ignored=self.labels_ignored,
-            notes=list(dict.fromkeys(self.notes)),
-            decode_steps=self.decode_steps,
-            captured_steps=self.captured_steps,
-            uncaptured=self.uncaptured,
-            tokens_returned=self.tokens_returned,
-            seconds=self.clock.seconds(),
-        )
+        figures = {
+            **vars(self),
+            "visual_tokens_kept": layers[-1] if layers else self.visual_tokens,
+            "visual_tokens_per_layer": sum(layers) / len(layers) if layers else float(self.visual_tokens),
+            "stages": [vars(stage).copy() for _, stage in sorted(self.stages.items())],
+            "notes": list(dict.fromkeys(self.notes)),
+            "seconds": self.clock.seconds(),
+        }
+        return CallStats((name, figures[name]) for name in CallStats.__annotations__)

@@ -86,7 +86,7 @@ class FrameFusion(LayerMethod):
         return replace(made, through=max(int(made.layer), last))
 
     @property
-    def spreads(self) -> bool:
+    def spreads(self) -> bool:  # type: ignore[override]
         return self.through is not None
 
     def layers(self) -> range:

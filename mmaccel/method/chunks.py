@@ -43,6 +43,8 @@ class ChunkMethod(TokenMethod):
         "one joins what layers have stored of chunks, and the other needs a prompt in one piece there",
     )
     weighable = False
+    #: every token leaves for all heads at once
+    mixes_heads = True
     unit = "picture"
     limits = {"layer": "[0, inf) or [0.0, 1.0)", "length": "[0, inf)"}
     layer: float
@@ -61,11 +63,6 @@ class ChunkMethod(TokenMethod):
     def _reach(family: ModelFacts) -> range:
         """Valid values of ``layer``: the first join is above it, and at least one layer is above the last join."""
         return range(max(0, family.deepstack - 1), family.depth - 1)
-
-    @property
-    def mixes_heads(self) -> bool:
-        """Every token leaves for all heads at once."""
-        return True
 
     def check(self, family: ModelFacts) -> None:
         """Refuse language models whose layers cannot read a prompt in parts, and layers out of reach."""

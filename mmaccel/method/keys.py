@@ -304,12 +304,8 @@ class Policy(CacheOptions):
 
     #: whether every layer chooses what it reads by its own query, in place of :meth:`recall`
     chooses_by_layer: ClassVar[bool] = False
-
-    @property
-    def steady(self) -> bool:
-        """Whether every :meth:`recall` of an answer chooses equally many keys of a row, so that the host waits only
-        once."""
-        return False
+    #: whether every :meth:`recall` of an answer chooses equally many keys of a row, so that the host waits only once
+    steady: ClassVar[bool] = False
 
     @property
     def decodes(self) -> bool:

@@ -129,6 +129,8 @@ class LayerMethod(TokenMethod):
 
     site = "layers"
     unit = "picture"
+    #: every token leaves for all heads at once
+    mixes_heads = True
     #: the first layer at whose input it can work: 1, or 0 if it can do without the attention of a layer before
     lowest: ClassVar[int] = 1
     #: whether :meth:`observe` is shown the attention that layer ``layer`` is about to pay, not that of the layer before
@@ -143,11 +145,6 @@ class LayerMethod(TokenMethod):
                 f"{self.name} cannot work at layer={self.layer}; give a layer of {first} or more, or a share of the depth "
                 "between 0 and 1."
             )
-
-    @property
-    def mixes_heads(self) -> bool:
-        """Every token leaves for all heads at once."""
-        return True
 
     def layers(self) -> range:
         """The layers at whose input a fitted method works."""

@@ -24,6 +24,8 @@ class PreviewMethod(ProjectorMethod):
     """
 
     unit = "picture"
+    #: every token leaves for all heads at once
+    mixes_heads = True
     limits = {"layer": "[0, inf) or [0.0, 1.0)"}
     layer: float
 
@@ -38,11 +40,6 @@ class PreviewMethod(ProjectorMethod):
         near = min(family.attending, key=lambda one: abs(one - layer), default=layer)
         # methods are frozen dataclasses with a field `layer`
         return dataclasses.replace(self, layer=near)  # type: ignore[type-var]
-
-    @property
-    def mixes_heads(self) -> bool:
-        """Every token leaves for all heads at once."""
-        return True
 
     @abstractmethod
     def observe(self, attention: LayerAttention) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ class QuestionGuided(ProjectorMethod):
     clip: str | None
 
     @property
-    def text_tower(self) -> str | None:
+    def text_tower(self) -> str | None:  # type: ignore[override]
         """``clip``."""
         return self.clip
 

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from mmaccel_kernels.best import best_units
@@ -101,6 +101,11 @@ class ReadingPolicy(Policy):
     """
 
     chooses_by_layer = True
+    recalls = True
+    #: every KV head reads the keys that are best for it
+    mixes_heads = False
+    #: whether :meth:`pick` may leave out units though all are :meth:`wanted`
+    partial: ClassVar[bool] = False
     limits = {"layer": "[0, inf) or [0.0, 1.0]"}
 
     layer: float = 0
@@ -114,11 +119,6 @@ class ReadingPolicy(Policy):
             )
         if self.joint or self.chunk or self.protect or self.text_policy:
             raise MmaccelError(f"{self.name} reads all text; leave out joint, chunk, protect and text_policy.")
-
-    @property
-    def mixes_heads(self) -> bool:
-        """Every KV head reads the keys that are best for it."""
-        return False
 
     # --- for methods to fill in -----------------------------------------------------------------------------------
     @property
@@ -142,11 +142,6 @@ class ReadingPolicy(Policy):
         ``share [B]`` of the visual keys is to be read. Called at the end of a prompt for policies with a ``window``."""
         raise NotImplementedError
 
-    @property
-    def partial(self) -> bool:
-        """Whether :meth:`pick` may leave out units though all are :meth:`wanted`."""
-        return False
-
     @abstractmethod
     def rate(self, step: ReadStep) -> Tensor:
         """``[B, 1 or Hkv, P]`` float: units of higher rating are read; meaningless where there is none."""
@@ -165,11 +160,6 @@ class ReadingPolicy(Policy):
         return best(ratings, step), {}
 
     # --- what all of them share -----------------------------------------------------------------------------------
-    @property
-    def recalls(self) -> bool:
-        """Every decode step chooses what it reads."""
-        return True
-
     def score(self, keys: KeyBatch) -> Tensor:
         """Zero for all keys: everything stays."""
         return torch.zeros(keys.keys.shape[:3], device=keys.keys.device)

@@ -65,18 +65,17 @@ class TokenBatch:
     clips: Sequence[bool] = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        if self.tile is None:
-            object.__setattr__(self, "tile", self.segment)
-        if self.tiles is None:
-            object.__setattr__(self, "tiles", self.tile.masked_fill(~self.valid, -1).amax(1) + 1)
-        if self.until is None:
-            object.__setattr__(self, "until", self.cells[..., 0])
-        if self.entered is None:
-            object.__setattr__(self, "entered", self.valid.sum(1))
-        if self.left is None:
-            object.__setattr__(self, "left", self.valid.sum(1, keepdim=True).cpu())
-        if self.clips is None:
-            object.__setattr__(self, "clips", (self.grid[:, 0] > 1).tolist())
+        defaults: dict[str, Callable[[], Any]] = {
+            "tile": lambda: self.segment,
+            "tiles": lambda: self.tile.masked_fill(~self.valid, -1).amax(1) + 1,
+            "until": lambda: self.cells[..., 0],
+            "entered": lambda: self.valid.sum(1),
+            "left": lambda: self.valid.sum(1, keepdim=True).cpu(),
+            "clips": lambda: (self.grid[:, 0] > 1).tolist(),
+        }
+        for name, make in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, make())
 
     @cached_property
     def celled(self) -> Tensor:
@@ -124,14 +123,14 @@ class TokenMethod(Method):
     last_norm: ClassVar[bool] = False
     #: whether :attr:`TokenBatch.until` is to be filled
     needs_spans: ClassVar[bool] = False
+    #: the CLIP model, as :meth:`TextTower.load` takes it, whose text tower embeds the question; with None the language model
+    #: does. A method that names one also taps ``features``
+    text_tower: ClassVar[str | None] = None
+    #: whether it works at several layers, and its budget is what these have on average; the content then decides how many
+    #: tokens are left in the end
+    spreads: ClassVar[bool] = False
     #: marks of earlier stages that are to be among :attr:`TokenBatch.signals`, where a stage has made them
     reads: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def text_tower(self) -> str | None:
-        """The CLIP model, as :meth:`TextTower.load` takes it, whose text tower embeds the question; with None the language
-        model does. A method that names one also taps ``features``."""
-        return None
 
     @property
     def foreseen(self) -> Foreseen:
@@ -139,12 +138,6 @@ class TokenMethod(Method):
         features; a ``limit``; or ``nothing``."""
         known: dict[str, Foreseen] = {"exact": "budget", "at_most": "limit"}
         return known.get(self.budget, "nothing")
-
-    @property
-    def spreads(self) -> bool:
-        """Whether it works at several layers, and its budget is what these have on average; the content then decides how many
-        tokens are left in the end."""
-        return False
 
     def marks(self, tokens: TokenBatch) -> dict[str, Tensor]:
         """Named figures ``[N, n]`` of the tokens, float32, which :meth:`reduce` is shown among the signals, and so is every

@@ -62,6 +62,8 @@ class VidKV(Codec):
     name = "vidkv"
     summary = "keys in 1.5 bits and values in three levels, per channel"
     paper = "arXiv 2503.16257"
+    #: all heads have the same hard channels
+    mixes_heads = True
     limits = {"key_bits": "(1, 2]", "value_bits": (1.58, 2), "protect": "[0, 1)"}
 
     page: int = 128
@@ -74,11 +76,6 @@ class VidKV(Codec):
         super().__post_init__()
         if self.protect and (self.text_only or self.value_bits == 2):
             raise MmaccelError("vidkv protects visual tokens whose values have less than 2 bits; leave out protect.")
-
-    @property
-    def mixes_heads(self) -> bool:
-        """All heads have the same hard channels."""
-        return True
 
     def by(self, variant: Variant) -> Self:
         """With the authors' transform and groups."""

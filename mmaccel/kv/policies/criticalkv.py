@@ -32,16 +32,13 @@ class CriticalKV(SnapKV):
     name = "criticalkv"
     summary = "keys the last prompt queries attend to, then those whose values change the output most"
     paper = "arXiv 2502.03805"
+    #: output projections are read whole
+    mixes_heads = True
     needs_outgoing = True
     limits = {"first": "[0, 1]", "epsilon": "[0, inf)"}
 
     first: float = 0.5
     epsilon: float = 1e-4
-
-    @property
-    def mixes_heads(self) -> bool:
-        """Output projections are read whole."""
-        return True
 
     def check(self, family: ModelFacts) -> None:
         super().check(family)

@@ -44,7 +44,7 @@ class DyCokeCache(Policy):
             raise MmaccelError("dycoke-cache drops nothing for good; leave out budgets, compact, every and cap.")
 
     @property
-    def steady(self) -> bool:
+    def steady(self) -> bool:  # type: ignore[override]
         """As many as the budget says, but for the authors' variant, which now and then reads all."""
         return not self.official
 

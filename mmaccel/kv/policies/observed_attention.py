@@ -21,7 +21,6 @@ class ObservedAttention(H2O):
 
     def score(self, keys: KeyBatch) -> Tensor:
         """``received [B, Hkv, K]`` over the number of queries at or after each key."""
-        assert keys.received is not None
         number = keys.index if keys.ordinal is None else keys.ordinal
         newest = number.amax(1, keepdim=True)
-        return keys.received / (newest - number + 1).clamp(min=1)[:, None]
+        return super().score(keys) / (newest - number + 1).clamp(min=1)[:, None]

@@ -38,6 +38,9 @@ class SqueezedAttention(ReadingPolicy):
     name = "squeezed-attention"
     summary = "every decode step reads the visual keys whose cluster promises attention above one threshold (adaptive)"
     paper = "arXiv 2411.09688"
+    #: one level parts the clusters of all heads
+    mixes_heads = True
+    partial = True
     budget = "adaptive"
     default_retain = 0.2
     limits = {
@@ -53,12 +56,6 @@ class SqueezedAttention(ReadingPolicy):
     window: int = 100
     ceiling: float = 2.0
     reduce: str = "max"
-
-    # --- clusters -------------------------------------------------------------------------------------------------
-    @property
-    def mixes_heads(self) -> bool:
-        """One level parts the clusters of all heads."""
-        return True
 
     def summarise(self, units: KeyUnits) -> dict[str, Tensor]:
         """``labels [B, Hkv, P]`` int32, the cluster of every key; ``centroids [B, Hkv, C, D]``, their mean keys; and
@@ -123,10 +120,6 @@ class SqueezedAttention(ReadingPolicy):
         return (low + (high - low) * (at - at.floor())).float()
 
     # --- a step ---------------------------------------------------------------------------------------------------
-    @property
-    def partial(self) -> bool:
-        return True
-
     def wanted(self, count: Tensor, there: Tensor) -> Tensor:
         return torch.minimum((count * self.ceiling).long(), there)
 

@@ -32,16 +32,14 @@ class TokenSelect(ReadingPolicy):
     name = "tokenselect"
     summary = "every decode step reads the visual keys that all heads of a layer vote for"
     paper = "arXiv 2411.02886"
+    #: all heads vote
+    mixes_heads = True
     default_retain = 0.2
     limits = {"pool": "odd or 0"}
 
     alike: float = 0.9
     pool: int = 0
     interleaved: bool = False
-
-    @property
-    def mixes_heads(self) -> bool:
-        return True
 
     def rate(self, step: ReadStep) -> Tensor:
         """``[B, 1, P]`` float32: the votes of all heads; ``[B, Hkv, P]`` where heads store different keys."""

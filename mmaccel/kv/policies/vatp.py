@@ -31,5 +31,4 @@ class VATP(H2O):
     sinks: int = 20
 
     def score(self, keys: KeyBatch) -> Tensor:
-        assert keys.received is not None
-        return keys.received * torch.linalg.vector_norm(keys.values, 1, dim=-1, dtype=torch.float32)
+        return super().score(keys) * torch.linalg.vector_norm(keys.values, 1, dim=-1, dtype=torch.float32)
