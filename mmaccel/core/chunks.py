@@ -73,9 +73,9 @@ class Chunks:
         for all others."""
         chunk, slot = ((self.places >= 0) & ~self.shared).nonzero(as_tuple=True)
         at = self.row[chunk], self.places[chunk, slot]
-        found = torch.full((2, *shape), -1)
-        found[0][at], found[1][at] = chunk, slot
-        return found[0], found[1]
+        table = torch.full((2, *shape), -1)
+        table[0][at], table[1][at] = chunk, slot
+        return table[0], table[1]
 
     def pairs(self, joining: Tensor) -> Tensor:
         """``[R]`` long: into which chunk each goes, counted over all prompts, where in those that are ``joining [B]`` bool

@@ -89,12 +89,14 @@ class Layout:
         return mask
 
     @staticmethod
-    def walk(ids: Tensor, valid: Tensor, found: Sequence[tuple[Modality, int, list[Picture]]], family: str) -> Layout:
+    def walk(
+        ids: Tensor, valid: Tensor, modalities: Sequence[tuple[Modality, int, list[Picture]]], family: str
+    ) -> Layout:
         """Assign pictures to the placeholder tokens of ``ids [B, S]``, in the order of their features.
 
         Parameters
         ----------
-        found : per modality its name, placeholder id and pictures. Pictures fill the placeholders row by row. When
+        modalities : per modality its name, placeholder id and pictures. Pictures fill the placeholders row by row. When
             ``generate`` has repeated every row m times after the pictures were encoded, the m copies share them.
 
         Raises
@@ -104,7 +106,7 @@ class Layout:
         """
         segments: list[Segment] = []
         picture = 0
-        for modality, token, pictures in found:
+        for modality, token, pictures in modalities:
             rows = [((ids[b] == token) & valid[b]).nonzero()[:, 0] for b in range(len(ids))]
             given, known = sum(map(len, rows)), sum(len(t) for p in pictures for t in p)
             copies = given // known if known else 0

@@ -52,18 +52,20 @@ def __getattr__(name: str) -> Any:
 
 def too_old() -> str | None:
     """A sentence with a remedy if the installed version is older than the supported ones; else None."""
-    found, oldest = metadata.version("transformers"), TESTED[0]
-    if _number(found) >= oldest:
+    installed, oldest = metadata.version("transformers"), TESTED[0]
+    if _number(installed) >= oldest:
         return None
-    return f"transformers {found} is older than {_dotted(oldest)}, the oldest that mmaccel supports; run: {remedy()}"
+    return (
+        f"transformers {installed} is older than {_dotted(oldest)}, the oldest that mmaccel supports; run: {remedy()}"
+    )
 
 
 def untested() -> str | None:
     """A sentence if the installed version is newer than the tested ones; else None."""
-    found, newest = metadata.version("transformers"), TESTED[1]
-    if _number(found) <= newest:
+    installed, newest = metadata.version("transformers"), TESTED[1]
+    if _number(installed) <= newest:
         return None
-    return f"transformers {found} is newer than {_dotted(newest)}, the newest that mmaccel was tested with."
+    return f"transformers {installed} is newer than {_dotted(newest)}, the newest that mmaccel was tested with."
 
 
 def missing() -> list[str]:
@@ -71,11 +73,11 @@ def missing() -> list[str]:
     lacking = []
     for name, module in _MODULE_OF.items():
         try:
-            found = getattr(import_module(module), name)
+            attribute = getattr(import_module(module), name)
         except (ImportError, AttributeError):
             lacking.append(f"{module}.{name}")
             continue
-        lacking += [f"{module}.{name}.{part}" for part in _METHODS.get(name, ()) if not hasattr(found, part)]
+        lacking += [f"{module}.{name}.{part}" for part in _METHODS.get(name, ()) if not hasattr(attribute, part)]
     if not lacking and not _accepted():
         lacking.append(f"transformers.masking_utils.create_causal_mask({' or '.join(_CACHE)}=)")
     return lacking
@@ -89,8 +91,8 @@ def check() -> None:
 
 
 def _lacks(names: list[str]) -> str:
-    found = metadata.version("transformers")
-    return f"transformers {found} has no {', '.join(names)}, which mmaccel needs; run: {remedy()}"
+    installed = metadata.version("transformers")
+    return f"transformers {installed} has no {', '.join(names)}, which mmaccel needs; run: {remedy()}"
 
 
 def remedy() -> str:
@@ -136,7 +138,7 @@ def cache_names() -> tuple[str, ...]:
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
     """The KV cache among the ``arguments`` of a call, by whichever name it was passed; None if there is none."""
-    return next((found for name in cache_names() if (found := arguments.get(name)) is not None), None)
+    return next((cache for name in cache_names() if (cache := arguments.get(name)) is not None), None)
 
 
 def cache_argument(cache: Any) -> dict[str, Any]:

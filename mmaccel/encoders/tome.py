@@ -156,11 +156,11 @@ def coarse_matching(metric: Tensor, remove: int, protected: int = 0) -> Tensor:
     that has enough of them; the parameters are those of :func:`bipartite_soft_matching`."""
     rows, tokens = metric.shape[:2]
     target = torch.arange(tokens, device=metric.device).repeat(rows, 1)
-    there = tokens - protected
-    left = max(1, there - remove)
-    if remove <= 0 or there < 2:
+    free = tokens - protected
+    left = max(1, free - remove)
+    if remove <= 0 or free < 2:
         return target
-    step = there // left
+    step = free // left
     receives = torch.zeros(tokens, dtype=torch.bool, device=metric.device)
     receives[protected + step - 1 :: step][:left] = True
     gives = ~receives

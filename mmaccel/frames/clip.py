@@ -44,15 +44,15 @@ class FrameEncoder:
         parts = []
         for start in range(0, len(frames), _BATCH):
             pixels = [self.transform(Image.fromarray(frame)) for frame in frames[start : start + _BATCH]]
-            found = self.model.encode_image(torch.stack(pixels).to(self.device))
-            parts.append(normalize(found.float(), dim=-1).cpu().numpy())
+            embeddings = self.model.encode_image(torch.stack(pixels).to(self.device))
+            parts.append(normalize(embeddings.float(), dim=-1).cpu().numpy())
         return np.concatenate(parts)
 
     @torch.no_grad()
     def text(self, text: str) -> np.ndarray:
         """``[d]`` float32 of length one; what is longer than the model reads is cut off."""
-        found = self.model.encode_text(self.tokenizer([text]).to(self.device))
-        out: np.ndarray = normalize(found.float(), dim=-1)[0].cpu().numpy()
+        embedding = self.model.encode_text(self.tokenizer([text]).to(self.device))
+        out: np.ndarray = normalize(embedding.float(), dim=-1)[0].cpu().numpy()
         return out
 
 

@@ -114,9 +114,9 @@ def smaller(box: Box, area: float, cut: float) -> list[Box]:
     width, height = right - left, bottom - top
     share = min(cut, 1 - area / (width * height))
     across, down = (int(share * side + 0.5) for side in (width, height))
-    found: list[Box] = []
+    regions: list[Box] = []
     if down and height - down >= SHORTEST:
-        found += [(left, top, right, bottom - down), (left, top + down, right, bottom)]
+        regions += [(left, top, right, bottom - down), (left, top + down, right, bottom)]
     if across and width - across >= SHORTEST:
-        found += [(left, top, right - across, bottom), (left + across, top, right, bottom)]
-    return found
+        regions += [(left, top, right - across, bottom), (left + across, top, right, bottom)]
+    return regions

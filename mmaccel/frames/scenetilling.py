@@ -51,11 +51,11 @@ def depths(similarity: np.ndarray) -> np.ndarray:
 
     def peaks(values: np.ndarray) -> np.ndarray:
         """The peak to the left of each."""
-        found = values.copy()
+        peak = values.copy()
         for at in range(1, len(values)):
             if values[at - 1] >= values[at]:
-                found[at] = found[at - 1]
-        return found
+                peak[at] = peak[at - 1]
+        return peak
 
     out: np.ndarray = peaks(similarity) + peaks(similarity[::-1])[::-1] - 2 * similarity
     return out

@@ -162,24 +162,24 @@ def variance_ratios(scores: Iterable[Tensor]) -> Tensor:
 
 
 # --- over heads -------------------------------------------------------------------------------------------------------
-def adaptive(scores: Tensor, among: Tensor, count: Tensor, floor: float, official: bool = False) -> Tensor:
+def adaptive(scores: Tensor, candidates: Tensor, count: Tensor, floor: float, official: bool = False) -> Tensor:
     """Keys per head, ``[B, H]`` long: heads compete for ``(1 - floor)`` of the layer's budget.
 
     *Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation*, NeurIPS 2025, arXiv 2407.11550: of the best
     ``H * count`` keys of all heads together, ``c_h`` are of head h; it gets ``(1 - floor) c_h + floor count``.
 
-    scores : ``[B, H, K]``, infinite for keys that must stay; among : ``[B, K]`` bool, the keys that compete;
+    scores : ``[B, H, K]``, infinite for keys that must stay; candidates : ``[B, K]`` bool, the keys that compete;
         count : ``[B]``, the mean over heads.
     official : as in the authors' program the heads compete for what ``count`` leaves beside the keys that must stay (the
         observation window), the floor's share of that is cut to a whole number, and every head's number is rounded by itself;
         else they sum to ``H * count``.
     """
     heads = scores.shape[1]
-    wide = among.repeat(1, heads)
+    wide = candidates.repeat(1, heads)
     best = top_mask(scores.flatten(1), wide, count * heads)
     won = best.unflatten(1, (heads, -1)).sum(-1)
     if official:
-        must = (scores.isposinf() & among[:, None]).sum(-1)
+        must = (scores.isposinf() & candidates[:, None]).sum(-1)
         free = (count[:, None] - must).clamp(min=0)
         return must + ((won - must) * (1 - floor) + (floor * free.double()).floor()).round().long()
     ideal = won.double() * (1 - floor) + floor * count[:, None].double()
@@ -189,21 +189,21 @@ def adaptive(scores: Tensor, among: Tensor, count: Tensor, floor: float, officia
     return given + (ranks((given - ideal).argsort(dim=1, stable=True)) < rest[:, None])
 
 
-def concentrated(scores: Tensor, among: Tensor, count: Tensor) -> Tensor:
-    """Scores ``[B, H, K]`` times the share of its head's sum that the best ``count [B]`` of ``among [B, K]`` hold: an option
-    of the authors' program of Ada-KV, with which heads that need few keys win more of them."""
+def concentrated(scores: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
+    """Scores ``[B, H, K]`` times the share of its head's sum that the best ``count [B]`` of ``candidates [B, K]`` hold, so that
+    heads that need few keys win more of them: an option of the authors' program of Ada-KV."""
     heads = scores.shape[1]
-    rows, rivals = scores.flatten(0, 1), among.repeat_interleave(heads, dim=0)
+    rows, rivals = scores.flatten(0, 1), candidates.repeat_interleave(heads, dim=0)
     finite = rows.masked_fill(~(rivals & rows.isfinite()), 0.0)
     best = finite.masked_fill(~top_mask(rows, rivals, count.repeat_interleave(heads)), 0.0).sum(1)
     share = best / finite.sum(1).clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where(scores.isfinite(), scores * share.view(-1, heads, 1), scores)
 
 
-def safeguard(scores: Tensor, among: Tensor, count: Tensor, floor: float) -> Tensor:
+def safeguard(scores: Tensor, candidates: Tensor, count: Tensor, floor: float) -> Tensor:
     """Mask of the keys that stay, ``[B, H, K]`` bool: the best ``floor * count`` of every head, then the best of all heads."""
     heads = scores.shape[1]
     least = (count.double() * floor + 1e-9).floor().long().repeat_interleave(heads)
-    sure = top_mask(scores.flatten(0, 1), among.repeat_interleave(heads, dim=0), least).view_as(scores)
+    sure = top_mask(scores.flatten(0, 1), candidates.repeat_interleave(heads, dim=0), least).view_as(scores)
     forced = scores.masked_fill(sure, torch.inf)
-    return top_mask(forced.flatten(1), among.repeat(1, heads), count * heads).unflatten(1, (heads, -1))
+    return top_mask(forced.flatten(1), candidates.repeat(1, heads), count * heads).unflatten(1, (heads, -1))

@@ -26,14 +26,14 @@ def join(state: CacheState, below: int, how: Join, phase: Phase) -> None:
         new.append((layer.keys[:, :, -width:], layer.values[:, :, -width:]))
         layer.keys, layer.values = layer.keys[:, :, :-width], layer.values[:, :, :-width]
     spread(state, how.left)
-    made: dict[KeyIndex, KeyIndex] = {}
+    renewed: dict[KeyIndex, KeyIndex] = {}
     on = {device: how.to(device) for device in {keys.device for keys, _ in new}}
     for layer in stored:
         # those of one layer are let go of before the next one's are made
         keys, values = (on[x.device].apply(x.transpose(1, 2)).transpose(1, 2) for x in new.pop(0))
         layer.keys, layer.values = torch.cat([layer.keys, keys], dim=2), torch.cat([layer.values, values], dim=2)
         old = layer.index
-        layer.index = made[old] = made[old] if old in made else _renewed(old, width, phase)
+        layer.index = renewed[old] = renewed[old] if old in renewed else _renewed(old, width, phase)
 
 
 def _renewed(old: KeyIndex, width: int, phase: Phase) -> KeyIndex:

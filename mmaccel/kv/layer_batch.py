@@ -55,10 +55,10 @@ class InStep:
         """Run what has begun to its end."""
         while self._waiting:
             waiting, self._waiting = self._waiting, []
-            found = iter(on_host([x for _, asked in waiting for x in asked]))
+            values = iter(on_host([x for _, asked in waiting for x in asked]))
             for part, asked in waiting:
                 try:
-                    self._waiting.append((part, part.send(list(islice(found, len(asked))))))
+                    self._waiting.append((part, part.send(list(islice(values, len(asked))))))
                 except StopIteration:
                     continue
 

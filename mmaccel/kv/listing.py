@@ -82,12 +82,12 @@ class Listing:
         behind = always[:, None] + torch.arange(most, device=device)
         head = torch.cat([head, heads.repeat_interleave(most, output_size=most * len(always))])
         place = torch.cat([place, behind.flatten()]).int()
-        made = Listing(pad(names, (0, 1)), pages.table, head, place, always.view(shape).int())
+        listing = Listing(pad(names, (0, 1)), pages.table, head, place, always.view(shape).int())
         if count is None:
-            return made
-        at, begin = made.placed(count)
+            return listing
+        at, begin = listing.placed(count)
         table = pages.table.new_zeros(total + 1).scatter_(0, at[:total], pages.table)
-        return replace(made, fixed=(table, at[total:], begin))
+        return replace(listing, fixed=(table, at[total:], begin))
 
     def placed(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Places in a table of all pages of which every head picks a number, ``[T + B Hkv most]`` long, ``T`` for nowhere; and

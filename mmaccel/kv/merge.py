@@ -69,14 +69,14 @@ def merge(
 
     In the papers' programs ``weighted`` and ``ema`` shrink what they merge: ``c x`` counts as one whole term.
     """
-    at, there = leftmost(gone, keys.shape[2] if most is None else min(most, keys.shape[2]))
+    at, valid = leftmost(gone, keys.shape[2] if most is None else min(most, keys.shape[2]))
     if not at.numel():
         return Merge(keys, values, threshold)
-    takes = there & kept.any(-1, keepdim=True)
+    takes = valid & kept.any(-1, keepdim=True)
     if how == "nearest":
         best, pivot = torch.ones_like(at, dtype=torch.float32), _nearest(kept).gather(-1, at)
     else:
-        best, pivot = _most_alike(keys, kept, at, there, keys.shape[2] if stay is None else stay)
+        best, pivot = _most_alike(keys, kept, at, valid, keys.shape[2] if stay is None else stay)
     if how in ("average", "weighted", "ema"):
         over = (1, 2) if by_rank else (2,)
         bar = best.masked_fill(~takes, 0.0).sum(over, keepdim=True) / takes.sum(over, keepdim=True).clamp(min=1)
@@ -96,9 +96,9 @@ def merge(
     return Merge(flow.into(keys, half), flow.into(values, half), threshold)
 
 
-def _most_alike(keys: Tensor, kept: Tensor, at: Tensor, there: Tensor, stay: int) -> tuple[Tensor, Tensor]:
+def _most_alike(keys: Tensor, kept: Tensor, at: Tensor, valid: Tensor, stay: int) -> tuple[Tensor, Tensor]:
     """The largest cosine of every evicted key to the kept ones of its head, ``stay`` at most, one to a copy, and whose it is,
-    the lower slot on a tie, ``[B, H, n]`` each; the evicted ones are those ``at [B, H, n]`` that are ``there``."""
+    the lower slot on a tie, ``[B, H, n]`` each; the evicted ones are those ``at [B, H, n]`` that are ``valid``."""
     unit = normalize(keys.float(), dim=-1)
     rows, heads, total, width = keys.shape
     flat, head = unit.flatten(0, 2), torch.arange(0, rows * heads * total, total, device=at.device).view(rows, heads, 1)
@@ -113,15 +113,15 @@ def _most_alike(keys: Tensor, kept: Tensor, at: Tensor, there: Tensor, stay: int
         against = of(slots).transpose(2, 3)
     size = CACHED if keys.device.type == "cpu" else BLOCK
     height = max(1, size // max(1, rows * heads * against.shape[3]))
-    found = []
+    parts = []
     for part in mine.split(height, dim=2):
         cosine = (part @ against).masked_fill_(~held[:, :, None], -torch.inf)
         most = cosine.amax(-1)
-        found.append((most, (cosine >= most[..., None] - _NOISE).byte().argmax(-1)))
-    best, pivot = (x[0] if len(x) == 1 else torch.cat(x, dim=2) for x in zip(*found, strict=True))
+        parts.append((most, (cosine >= most[..., None] - _NOISE).byte().argmax(-1)))
+    best, pivot = (x[0] if len(x) == 1 else torch.cat(x, dim=2) for x in zip(*parts, strict=True))
     pivot = pivot if slots is None else slots.gather(2, pivot)
     copy = (mine - of(pivot)).abs().amax(-1) == 0
-    return best.clamp(max=1.0).masked_fill(copy, 1.0).masked_fill(~there, 0.0), pivot
+    return best.clamp(max=1.0).masked_fill(copy, 1.0).masked_fill(~valid, 0.0), pivot
 
 
 def _nearest(kept: Tensor) -> Tensor:

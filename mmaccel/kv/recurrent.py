@@ -51,10 +51,10 @@ class RecurrentLayer(LinearAttentionLayer):
         """Remember the states; the function that comes back restores them, as often as it is called. They change in place."""
 
         def copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
-            made = {name: dict(x) if isinstance(x, dict) else x for name, x in attributes.items()}
+            copy = {name: dict(x) if isinstance(x, dict) else x for name, x in attributes.items()}
             for name in _STATES:
-                made[name] = {key: None if x is None else x.clone() for key, x in made[name].items()}
-            return made
+                copy[name] = {key: None if x is None else x.clone() for key, x in copy[name].items()}
+            return copy
 
         held = copied(dict(vars(self)))
         return lambda: self.__dict__.update(copied(held))

@@ -13,8 +13,8 @@ from .scoring.chunks import by_chunks
 
 def scored(policy: Policy, keys: KeyBatch) -> Tensor:
     """The policy's scores, ``[B, Hkv, K]`` float; checked."""
-    made = check_tensor(policy, "score()", policy.score(keys), "float", keys.keys.shape[:3], keys.keys)
-    return check_numbers(policy, "score()", made, keys.valid[:, None])
+    scores = check_tensor(policy, "score()", policy.score(keys), "float", keys.keys.shape[:3], keys.keys)
+    return check_numbers(policy, "score()", scores, keys.valid[:, None])
 
 
 def observed(policy: Policy, attention: LayerAttention, before: Tensor) -> Tensor:
@@ -45,8 +45,8 @@ def protected(policy: Policy, keys: KeyBatch, start: bool = True, question: Tens
     if policy.sinks and start:
         must |= valid.cumsum(1) <= policy.sinks
     if policy.recent:
-        there = valid.sum(1, keepdim=True)
-        newest = policy.recent if isinstance(policy.recent, int) else (there * policy.recent + 0.5).long()
+        held = valid.sum(1, keepdim=True)
+        newest = policy.recent if isinstance(policy.recent, int) else (held * policy.recent + 0.5).long()
         must |= suffix_sums(valid) <= newest
     if "separators" in policy.protect and keys.cells is not None:
         must |= keys.visual & (keys.cells[..., 0] < 0)
@@ -56,21 +56,21 @@ def protected(policy: Policy, keys: KeyBatch, start: bool = True, question: Tens
     return must & valid
 
 
-def choose(policy: Policy, scores: Tensor, among: Tensor, count: Tensor) -> Tensor:
-    """``[B, Hkv, K]`` bool: what stays of the keys ``among [B, K]``, ``count [B]`` in the mean over heads.
+def choose(policy: Policy, scores: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
+    """``[B, Hkv, K]`` bool: what stays of the keys ``candidates [B, K]``, ``count [B]`` in the mean over heads.
 
     A policy whose budget is not exact drops what it scores ``-inf``; without a budget it drops nothing else.
     """
     how, floor = policy.choice("head_budget")
     if policy.budget == "none":
-        kept = among[:, None].expand_as(scores)
+        kept = candidates[:, None].expand_as(scores)
     elif how == "uniform" or floor is None:
-        kept = per_head(scores, among, count)
+        kept = per_head(scores, candidates, count)
     elif how == "safeguard":
-        kept = budgets.safeguard(scores, among, count, floor)
+        kept = budgets.safeguard(scores, candidates, count, floor)
     else:
-        rivals = budgets.concentrated(scores, among, count) if how == "concentrated" else scores
-        kept = per_head(scores, among, budgets.adaptive(rivals, among, count, floor, policy.official))
+        rivals = budgets.concentrated(scores, candidates, count) if how == "concentrated" else scores
+        kept = per_head(scores, candidates, budgets.adaptive(rivals, candidates, count, floor, policy.official))
     return kept if policy.budget == "exact" else kept & (scores > -torch.inf)
 
 

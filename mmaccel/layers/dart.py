@@ -84,8 +84,8 @@ class DART(LayerMethod):
 
     def pivots(self, norm: Tensor, valid: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """``[N, p]`` long and bool: the visual pivots by descending ``norm [N, n]``, at most ``count [N]``."""
-        slots, there = _largest(norm, valid, self.image_pivots)
-        return slots, there & (torch.arange(slots.shape[1], device=slots.device) < count[:, None])
+        slots, held = _largest(norm, valid, self.image_pivots)
+        return slots, held & (torch.arange(slots.shape[1], device=slots.device) < count[:, None])
 
     def serve(self, slots: Tensor, mine: Tensor, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
         """``[N, p]`` long and bool: all pivots in their order; those of the question are numbered behind the ``n`` slots."""

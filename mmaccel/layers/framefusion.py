@@ -78,12 +78,12 @@ class FrameFusion(LayerMethod):
             )
 
     def fit(self, family: ModelFacts) -> FrameFusion:
-        made = super().fit(family)
-        assert isinstance(made, FrameFusion)
+        fitted = super().fit(family)
+        assert isinstance(fitted, FrameFusion)
         if self.through is None or isinstance(self.through, int):
-            return made
+            return fitted
         last = min(layer_at(self.through, family.depth), family.depth - 1)
-        return replace(made, through=max(int(made.layer), last))
+        return replace(fitted, through=max(int(fitted.layer), last))
 
     @property
     def spreads(self) -> bool:  # type: ignore[override]
@@ -93,7 +93,7 @@ class FrameFusion(LayerMethod):
         return range(int(self.layer), int(self.layer if self.through is None else self.through) + 1)
 
     def is_done(self, left: Tensor, count: Tensor) -> bool:
-        return all(most == 0 and kept == there for most, kept, there in self.steps(left, count))
+        return all(most == 0 and kept == size for most, kept, size in self.steps(left, count))
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``prompt_attention [N, n]``, ``count [N]`` -> runs and single tokens."""
@@ -117,27 +117,27 @@ class FrameFusion(LayerMethod):
         ]
 
     def _step(self, left: list[float], cost: float) -> tuple[int, int, int]:
-        layers, there, merging = len(self.layers()), round(left[-1]), True
+        layers, size, merging = len(self.layers()), round(left[-1]), True
         done: list[float] = []
         for before, after in itertools.pairwise(left):
             if before - after >= self._going(before, cost, done) or not merging:
-                return 0, there, there
+                return 0, size, size
             done.append(1 - after / before)
             merging = done[-1] >= LEAST
-        if not there:
+        if not size:
             return 0, 0, 0
-        most = self._going(there, cost, done)
-        kept = max(1, there - most)
+        most = self._going(size, cost, done)
+        kept = max(1, size - most)
         if not merging:
-            return 0, max(1, round(there * (1 - self._needed(cost, done)))) if self.official else kept, there
+            return 0, max(1, round(size * (1 - self._needed(cost, done)))) if self.official else kept, size
         # if nothing merges here, and one token a picture is left from the next layer on
         waiting = sum(left[1:]) + left[-1] + layers - len(left)
         last = not self.official and waiting > layers * cost * left[0]
-        return most, kept if last else there, there
+        return most, kept if last else size, size
 
-    def _going(self, there: float, cost: float, done: list[float]) -> int:
-        """How many of ``there`` tokens the budget has no room for."""
-        most = self._needed(cost, done) * there
+    def _going(self, size: float, cost: float, done: list[float]) -> int:
+        """How many of ``size`` tokens the budget has no room for."""
+        most = self._needed(cost, done) * size
         return int(most) if self.official else math.ceil(most - 1e-9)
 
     def _needed(self, cost: float, done: list[float]) -> float:

@@ -71,9 +71,9 @@ class HOMER(Ranking, ChunkMethod):
     def observe(self, attention: LayerAttention, positions: Tensor, layer: int) -> dict[str, Tensor]:
         """``significance [R, q]``."""
         rows = attention.query.shape[2]
-        found = attention.attention(rows - 1, rows)[..., -rows:].amax((1, 2))
+        significance = attention.attention(rows - 1, rows)[..., -rows:].amax((1, 2))
         if self.bias:
-            table = found.new_tensor(self.bias[min(layer, len(self.bias) - 1)])
+            table = significance.new_tensor(self.bias[min(layer, len(self.bias) - 1)])
             away = (positions[:, -1:] - positions).long()
-            found = found - table[away.clamp(0, len(table) - 1)]
-        return {"significance": found}
+            significance = significance - table[away.clamp(0, len(table) - 1)]
+        return {"significance": significance}

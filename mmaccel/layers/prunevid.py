@@ -59,12 +59,12 @@ class PruneVidSelect(LayerMethod):
     def _shared(self, count: int, sizes: list[int], bare: list[int]) -> list[int]:
         """How many of every group stay, of ``sizes``, of which ``bare`` have no cell."""
         celled = [size - without for size, without in zip(sizes, bare, strict=True)]
-        there = sum(celled)
-        if count >= there or not self.official:
+        total = sum(celled)
+        if count >= total or not self.official:
             kept = apportion(count, celled)
             spare = apportion(count - sum(kept), bare)
             return [a + b for a, b in zip(kept, spare, strict=True)]
-        kept = [int(count / there * size) for size in celled]
+        kept = [int(count / total * size) for size in celled]
         if count and not any(kept):
             kept[celled.index(max(celled))] = 1
         return kept

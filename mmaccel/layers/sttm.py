@@ -76,35 +76,35 @@ class Sttm(LayerMethod):
             if not len(mine):
                 continue
             at = number[row, mine], tokens.cells[row, mine, 1], tokens.cells[row, mine, 2]
-            there = torch.zeros(int(at[0].max()) + 1, h, w, dtype=torch.bool, device=valid.device)
-            x = tokens.features.new_zeros(*there.shape, tokens.features.shape[2], dtype=torch.float32)
-            there[at], x[at] = True, tokens.features[row, mine].float()
-            place = torch.full_like(there, -1, dtype=torch.long)
+            held = torch.zeros(int(at[0].max()) + 1, h, w, dtype=torch.bool, device=valid.device)
+            x = tokens.features.new_zeros(*held.shape, tokens.features.shape[2], dtype=torch.float32)
+            held[at], x[at] = True, tokens.features[row, mine].float()
+            place = torch.full_like(held, -1, dtype=torch.long)
             place[at] = mine
-            label, share = self.film(x, there, along_time=t > 1)
+            label, share = self.film(x, held, along_time=t > 1)
             target[row, mine] = place.flatten()[label[at]]
             weight[row, mine] = share[at]
-        made = Reduction.merge(target, valid, weight)
-        return made.then(Reduction.top(made.mass(), made.kept, count))
+        merged = Reduction.merge(target, valid, weight)
+        return merged.then(Reduction.top(merged.mass(), merged.kept, count))
 
-    def film(self, x: Tensor, there: Tensor, along_time: bool = True) -> tuple[Tensor, Tensor]:
+    def film(self, x: Tensor, held: Tensor, along_time: bool = True) -> tuple[Tensor, Tensor]:
         """The cell, as its first place ``(f H + y) W + x``, that every place of the frames ``x [F, H, W, D]`` is merged
-        into, and its weight there, ``[F, H, W]`` each; ``there [F, H, W]`` bool are the places that hold a token."""
-        levels = self._pyramid(x, there)
-        cells = self._split(levels, there)
-        places = torch.arange(there.numel(), device=x.device).view_as(there)
+        into, and its weight there, ``[F, H, W]`` each; ``held [F, H, W]`` bool are the places that hold a token."""
+        levels = self._pyramid(x, held)
+        cells = self._split(levels, held)
+        places = torch.arange(held.numel(), device=x.device).view_as(held)
         own = cells.corner + places[:, :1, :1]
-        first = torch.full_like(places.flatten(), there.numel())
-        first = first.scatter_reduce(0, own[there], places[there], "amin")
-        home = first[own].clamp(max=there.numel() - 1)
+        first = torch.full_like(places.flatten(), held.numel())
+        first = first.scatter_reduce(0, own[held], places[held], "amin")
+        home = first[own].clamp(max=held.numel() - 1)
         share = torch.ones_like(cells.share) if self.weighted else cells.share
         if not along_time or len(x) < 2:
             return home, share
         cosine = self._cosine(cells.x[:-1], cells.x[1:])
-        alike = there[1:] & there[:-1] & (cosine >= self.temporal)
+        alike = held[1:] & held[:-1] & (cosine >= self.temporal)
         one, other = home[:-1][alike], home[1:][alike]
         if self.single:
-            one, other = self._single(one, other, cosine[alike], there.shape)
+            one, other = self._single(one, other, cosine[alike], held.shape)
         label = spread(places.flatten(), one, other, early=self.official)
         return label[home], share
 
@@ -123,14 +123,14 @@ class Sttm(LayerMethod):
         first[1:] = other[1:] != other[:-1]
         return one[first], other[first]
 
-    def _pyramid(self, x: Tensor, there: Tensor) -> list[Level]:
+    def _pyramid(self, x: Tensor, held: Tensor) -> list[Level]:
         """From the frames themselves to the coarsest cells."""
-        levels = [Level(x, there, torch.ones_like(there))]
+        levels = [Level(x, held, torch.ones_like(held))]
         while min(levels[-1].x.shape[1:3]) > 2:
             fine = levels[-1]
-            size = fold(fine.there.float()[..., None]).sum((2, 4))
-            mean = fold(fine.x * fine.there[..., None]).sum((2, 4)) / size.clamp(min=1)
-            cosine = self._cosine(unfold(mean, fine.x.shape), fine.x).masked_fill(~fine.there, torch.inf)
+            size = fold(fine.held.float()[..., None]).sum((2, 4))
+            mean = fold(fine.x * fine.held[..., None]).sum((2, 4)) / size.clamp(min=1)
+            cosine = self._cosine(unfold(mean, fine.x.shape), fine.x).masked_fill(~fine.held, torch.inf)
             least = fold(cosine[..., None], torch.inf).amin((2, 4))[..., 0]
             if self.official:
                 first = torch.minimum(least, self._cosine(mean, fine.x[:, :1, :1]))
@@ -138,27 +138,27 @@ class Sttm(LayerMethod):
             levels.append(Level(mean, size[..., 0] > 0, least >= self.spatial))
         return levels
 
-    def _split(self, levels: list[Level], there: Tensor) -> Cells:
+    def _split(self, levels: list[Level], held: Tensor) -> Cells:
         """The cells that stay whole, place by place."""
-        rows, columns = (side_maps(size, len(levels), there.device) for size in there.shape[1:])
-        found, alive = Cells.none(levels[0].x), None
-        share, shares = torch.ones(there.shape, device=there.device), []
+        rows, columns = (side_maps(size, len(levels), held.device) for size in held.shape[1:])
+        cells, alive = Cells.none(levels[0].x), None
+        share, shares = torch.ones(held.shape, device=held.device), []
         for number, fine in enumerate(levels, 1):
             shares.append(share)
             if number < len(levels):
-                parts = fold(fine.there.float()[..., None]).sum((2, 4))[..., 0].clamp(min=1)
+                parts = fold(fine.held.float()[..., None]).sum((2, 4))[..., 0].clamp(min=1)
                 share = share / parts[:, rows[number]][:, :, columns[number]]
         for number in range(max(0, len(levels) - 1 - self.root), -1, -1):
             level, wide = levels[number], (rows[number], columns[number])
-            alive = level.there if alive is None else alive & level.there
+            alive = level.held if alive is None else alive & level.held
             whole = (alive & (level.whole | (number == 0)))[:, wide[0]][:, :, wide[1]]
-            corner = (first_of(wide[0])[:, None] * there.shape[2] + first_of(wide[1])).expand_as(whole)
-            found.corner[whole], found.share[whole] = corner[whole], shares[number][whole]
+            corner = (first_of(wide[0])[:, None] * held.shape[2] + first_of(wide[1])).expand_as(whole)
+            cells.corner[whole], cells.share[whole] = corner[whole], shares[number][whole]
             frame, y, z = whole.nonzero(as_tuple=True)
-            found.x[frame, y, z] = level.x[frame, wide[0][y], wide[1][z]]
+            cells.x[frame, y, z] = level.x[frame, wide[0][y], wide[1][z]]
             if number:
                 alive = unfold((alive & ~level.whole)[..., None], levels[number - 1].x.shape)[..., 0]
-        return found
+        return cells
 
     def _cosine(self, one: Tensor, other: Tensor) -> Tensor:
         """``[...]``: the cosine of ``[..., D]``, the mean over :attr:`heads` slices."""
@@ -170,7 +170,7 @@ class Level(NamedTuple):
     """One level of the pyramid: ``x [F, h, w, D]``, which cells hold a token, and which may stay whole, ``[F, h, w]`` bool."""
 
     x: Tensor
-    there: Tensor
+    held: Tensor
     whole: Tensor
 
 

@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 from ..core.reduction import Reduction
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
-from .film import alike, share, spare
+from .film import equal_parts, share, spare
 
 
 @register
@@ -49,7 +49,7 @@ class AimMerge(ProjectorMethod):
         target = torch.where(extra, torch.arange(here.shape[1], device=here.device), -1)
         weight = torch.ones(here.shape, device=here.device)
         part, kept = share(frame_numbers(tokens), count)
-        for rows, slots, keep in alike(part, kept):
+        for rows, slots, keep in equal_parts(part, kept):
             into, much = merge_in_rounds(tokens.features[rows, slots], halvings(slots.shape[1], keep))
             target[rows, slots] = slots.gather(1, into)
             weight[rows, slots] = much

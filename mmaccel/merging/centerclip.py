@@ -11,7 +11,7 @@ from ..core.masks import group_sizes
 from ..core.reduction import Reduction
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
-from .film import alike, share, spare
+from .film import equal_parts, share, spare
 
 #: the most tokens that are clustered together; all their pairs are in memory at once
 MOST = 4096
@@ -63,7 +63,7 @@ class CenterClip(ProjectorMethod):
         number = frame_numbers(tokens)
         clip = tokens.grid[:, :1].to(here.device) > 1
         part, kept = share(cut(torch.where(clip & (number >= 0), number // self.frames, number)), count)
-        for rows, slots, keep in alike(part, kept):
+        for rows, slots, keep in equal_parts(part, kept):
             x = tokens.features[rows, slots].float()
             medoids, cluster = k_medoids(x, distances(x, self.distance), keep, self.iterations)
             if self.aggregate == "mean":

@@ -79,35 +79,35 @@ class FastVID(AttentionGuided):
 
         def links(clip: Clip) -> Flat:
             x, seen = tokens.features[clip.row, clip.slots], attention[clip.row, clip.slots]
-            return self.clip(x, seen, clip.there, min(clip.count, clip.cells))
+            return self.clip(x, seen, clip.valid, min(clip.count, clip.cells))
 
         return by_clip(tokens, count, links)
 
-    def frames(self, x: Tensor, there: Tensor) -> Tensor:
-        """``[T, D]``, the features by which frames are compared: the mean of their tokens ``x [T, P, D]``, ``there [T, P]``."""
-        return (x * there[..., None]).sum(1) / there.sum(1).clamp(min=1)[:, None]
+    def frames(self, x: Tensor, valid: Tensor) -> Tensor:
+        """``[T, D]``, the features by which frames are compared: the mean of their tokens ``x [T, P, D]``, ``valid [T, P]``."""
+        return (x * valid[..., None]).sum(1) / valid.sum(1).clamp(min=1)[:, None]
 
-    def clip(self, x: Tensor, attention: Tensor, there: Tensor, count: int) -> Flat:
+    def clip(self, x: Tensor, attention: Tensor, valid: Tensor, count: int) -> Flat:
         """The links of one clip in cells ``t P + p``.
 
-        x, attention, there : ``[T, P, D]``, ``[T, P]``, and ``[T, P]`` bool, False for cells without a token.
+        x, attention, valid : ``[T, P, D]``, ``[T, P]``, and ``[T, P]`` bool, False for cells without a token.
         count : how many tokens may stay.
         """
-        x, size = x.float(), there.sum(1)
+        x, size = x.float(), valid.sum(1)
         each = count * size // size.sum()
         if not bool(each.any()):
-            best = top_mask(attention.view(1, -1), there.view(1, -1), size.new_tensor([count]))[0]
+            best = top_mask(attention.view(1, -1), valid.view(1, -1), size.new_tensor([count]))[0]
             return themselves(best.nonzero()[:, 0])
         context = torch.tensor([int(k * self.merged) for k in each.tolist()], device=x.device)
         normed = normalize(x.flatten(0, 1), dim=-1)
         first_of = first_copies(normed[None])
-        salient = top_mask(attention, there, each - context)
+        salient = top_mask(attention, valid, each - context)
         out = [themselves(salient.flatten().nonzero()[:, 0])]
-        for first, last in changing_segments(self.frames(x, there), self.segments - 1, self.tau):
+        for first, last in changing_segments(self.frames(x, valid), self.segments - 1, self.tau):
             anchors = range(last, first - 1, -self.stride)
             share = int(context[first : last + 1].sum()) // len(anchors)
-            rest = torch.zeros_like(there)
-            rest[first : last + 1] = there[first : last + 1] & ~salient[first : last + 1]
+            rest = torch.zeros_like(valid)
+            rest[first : last + 1] = valid[first : last + 1] & ~salient[first : last + 1]
             for anchor in anchors if share else ():
                 out.append(self._merge(x, normed, first_of, rest, anchor, share))
         return joined(out)

@@ -76,14 +76,14 @@ class Clip:
 
     row : which unit it is.
     slots : ``[T, P]`` long, the slot of each cell; 0 where no token is.
-    there : ``[T, P]`` bool, the cells that hold a token.
+    valid : ``[T, P]`` bool, the cells that hold a token.
     count : its budget.
     size, cells : how many tokens it has, and how many of them have a cell.
     """
 
     row: int
     slots: Tensor
-    there: Tensor
+    valid: Tensor
     count: int
     size: int
     cells: int
@@ -103,14 +103,14 @@ def by_clip(tokens: TokenBatch, count: Tensor, links: Callable[[Clip], Flat]) ->
         if not wanted:
             continue
         if wanted >= size or not cells:
-            made = themselves(tokens.valid[row].nonzero()[:wanted, 0])
+            flat = themselves(tokens.valid[row].nonzero()[:wanted, 0])
         else:
             frames = int(tokens.grid[row, 0])
             slots = film.slots[row, :frames] if frames > 1 else here[row].nonzero().T
             clip = Clip(row, slots.clamp(min=0), slots >= 0, wanted, size, cells)
             slot, source, weight = links(clip)
-            made = clip.slots.flatten()[slot], clip.slots.flatten()[source], weight
-        parts.append((torch.full_like(made[0], row), *made))
+            flat = clip.slots.flatten()[slot], clip.slots.flatten()[source], weight
+        parts.append((torch.full_like(flat[0], row), *flat))
     kept = torch.zeros_like(here)
     if not parts:
         return Reduction(kept, tokens.valid)
@@ -137,9 +137,9 @@ def share(part: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     Returns the parts and ``[N, G]`` long, how many tokens each keeps. Where a unit has more parts than its budget has tokens,
     neighbouring parts are joined until each keeps one.
     """
-    wanted, found = count.tolist(), (part.amax(1) + 1).tolist()
-    fewer = torch.tensor([max(1, min(a, b)) for a, b in zip(wanted, found, strict=True)], device=part.device)
-    total = torch.tensor([max(1, b) for b in found], device=part.device)
+    wanted, numbers = count.tolist(), (part.amax(1) + 1).tolist()
+    fewer = torch.tensor([max(1, min(a, b)) for a, b in zip(wanted, numbers, strict=True)], device=part.device)
+    total = torch.tensor([max(1, b) for b in numbers], device=part.device)
     part = torch.where(part < 0, -1, part * fewer[:, None] // total[:, None])
     sizes = group_sizes(part, max(1, int(fewer.max())) if len(part) else 1)
     kept = [_one_each(apportion(k, size), size) for k, size in zip(wanted, sizes.tolist(), strict=True)]
@@ -155,7 +155,7 @@ def _one_each(kept: list[int], sizes: list[int]) -> list[int]:
     return kept
 
 
-def alike(part: Tensor, kept: Tensor, pairs: bool = True) -> Iterator[tuple[Tensor, Tensor, int]]:
+def equal_parts(part: Tensor, kept: Tensor, pairs: bool = True) -> Iterator[tuple[Tensor, Tensor, int]]:
     """Parts of equal size and budget as batches: rows ``[F, 1]``, slots ``[F, m]`` and the budget of each part.
 
     ``part [N, n]`` and ``kept [N, G]`` as :func:`share` returns them. With ``pairs`` a batch has at most :data:`BLOCK` pairs
@@ -169,10 +169,10 @@ def alike(part: Tensor, kept: Tensor, pairs: bool = True) -> Iterator[tuple[Tens
         for number, (m, k) in enumerate(zip(size, keep, strict=True)):
             if m and k:
                 sorts.setdefault((m, k), []).append((row, number))
-    for (m, k), found in sorts.items():
-        at = max(1, BLOCK // (m * m)) if pairs else len(found)
-        for first in range(0, len(found), at):
-            which = torch.tensor(found[first : first + at], device=part.device)
+    for (m, k), members in sorts.items():
+        at = max(1, BLOCK // (m * m)) if pairs else len(members)
+        for first in range(0, len(members), at):
+            which = torch.tensor(members[first : first + at], device=part.device)
             rows = which[:, :1]
             slots = start[rows, which[:, 1:]] + torch.arange(m, device=part.device)
             yield rows, order[rows, slots], k

@@ -76,27 +76,27 @@ class HoliTomMerge(ProjectorMethod):
 
         def links(clip: Clip) -> Flat:
             x, seen = tokens.features[clip.row, clip.slots], attention[clip.row, clip.slots]
-            return self.clip(x, seen, clip.there, clip.count / clip.cells)
+            return self.clip(x, seen, clip.valid, clip.count / clip.cells)
 
         return by_clip(tokens, count, links)
 
-    def clip(self, x: Tensor, attention: Tensor, there: Tensor, retain: float) -> Flat:
+    def clip(self, x: Tensor, attention: Tensor, valid: Tensor, retain: float) -> Flat:
         """The links of one clip in cells ``t P + p``.
 
-        x, attention, there : ``[T, P, D]``, ``[T, P]``, and ``[T, P]`` bool, False for cells without a token.
+        x, attention, valid : ``[T, P, D]``, ``[T, P]``, and ``[T, P]`` bool, False for cells without a token.
         retain : share of the tokens to keep.
         """
         x, places = x.float(), x.shape[1]
-        similar = (cosine_similarity(x[:-1], x[1:], dim=-1) > self.tau) & there[:-1] & there[1:]
+        similar = (cosine_similarity(x[:-1], x[1:], dim=-1) > self.tau) & valid[:-1] & valid[1:]
         segments, saved = static_segments(similar, self.longest)
-        tokens = int(there.sum())
+        tokens = int(valid.sum())
         rho = min(retain / ((tokens - saved) / tokens), 1.0)
 
-        still = torch.zeros_like(there)
+        still = torch.zeros_like(valid)
         for first, last in segments:
             if last > first:
                 still[first : last + 1] = similar[first:last].all(0)
-        dynamic = there & ~still
+        dynamic = valid & ~still
         kept = [math.ceil(n * rho) for n in dynamic.sum(1).tolist()]
         ranked = [round(k * (1 - self.contextual)) for k in kept]
         dominant = top_mask(attention, dynamic, torch.tensor(ranked, device=x.device))
@@ -116,7 +116,7 @@ class HoliTomMerge(ProjectorMethod):
                 out.append((slots.flatten(), sources.flatten(), (weight / len(frames)).repeat(len(frames))))
         links = joined(out)
         return (
-            links if len(links[0]) else themselves(attention.masked_fill(~there, -torch.inf).flatten().argmax()[None])
+            links if len(links[0]) else themselves(attention.masked_fill(~valid, -torch.inf).flatten().argmax()[None])
         )
 
     def _merge(self, x: Tensor, count: int) -> Flat:

@@ -9,7 +9,7 @@ from ..core.reduction import Reduction
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
 from .aim import halvings, merge_in_rounds
-from .film import alike, share, spare
+from .film import equal_parts, share, spare
 
 
 @register
@@ -57,7 +57,7 @@ class LongVlm(ProjectorMethod):
         number, clip = frame_numbers(tokens), tokens.grid[:, :1].to(here.device) > 1
         part, kept = share(torch.where(clip & (number >= 0), number // self.frames, number), count)
         heads = gcd(self.heads, tokens.features.shape[2])
-        for rows, slots, keep in alike(part, kept):
+        for rows, slots, keep in equal_parts(part, kept):
             removals = self.rounds(slots.shape[1], keep)
             # what is averaged by size is in the end the plain mean of all that flowed into it
             into, _ = merge_in_rounds(tokens.features[rows, slots], removals, heads, by_size=True)

@@ -71,8 +71,8 @@ class METokMerge(QuestionGuided):
             at = slots[order]
             means = segment_sum(tokens.features[row, at].float(), sizes) / sizes[:, None]
             seen = segment_sum(space[row, at].float(), sizes) / sizes[:, None] if self.clip else means
-            found = self.frames(means, self.relevance(seen, tokens, row))
-            marks[:, row, slots] = found[:, number]
+            figures = self.frames(means, self.relevance(seen, tokens, row))
+            marks[:, row, slots] = figures[:, number]
         return dict(zip(("event", "key_event", "fine_frame"), marks, strict=True))
 
     def relevance(self, seen: Tensor, tokens: TokenBatch, row: int) -> Tensor:
@@ -88,11 +88,11 @@ class METokMerge(QuestionGuided):
         wanted = relevance.tolist()
         events = [range(first, last + 1) for first, last in changing_segments(means, self.events - 1, -2.0)]
         best = sorted(range(len(events)), key=lambda e: (-max(wanted[t] for t in events[e]), e))[: self.key]
-        made = []
+        rows = []
         for number, event in enumerate(events):
             fine = sorted(event, key=lambda t: (-wanted[t], t))[: self.fine]
-            made += [(number, number in best, t in fine) for t in event]
-        return torch.tensor(made, dtype=torch.float32, device=means.device).T
+            rows += [(number, number in best, t in fine) for t in event]
+        return torch.tensor(rows, dtype=torch.float32, device=means.device).T
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``event``, ``key_event``, ``fine_frame [N, n]``, ``count [N]`` -> windows of every frame, averaged."""

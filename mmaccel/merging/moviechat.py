@@ -56,28 +56,28 @@ class MovieChat(ProjectorMethod):
         number = frame_numbers(tokens)
         for row, wanted in enumerate(count.tolist()):
             slots = film.slots[row, : int(tokens.grid[row, 0])]
-            there = slots >= 0
-            slots = slots[there.any(1)]
-            there, at = slots >= 0, slots.clamp(min=0)
-            places = int(there.any(0).sum())
+            held = slots >= 0
+            slots = slots[held.any(1)]
+            held, at = slots >= 0, slots.clamp(min=0)
+            places = int(held.any(0).sum())
             if len(slots) < 2 or bool(whole[row]) or not wanted:
                 continue
             frames = max(1, wanted // places)
-            run, much = consolidate(tokens.features[row, at] * there[..., None], frames, self.official)
+            run, much = consolidate(tokens.features[row, at] * held[..., None], frames, self.official)
             # the first frame of a run that has the cell receives it
-            first = at.masked_fill(~there, valid.shape[1])
+            first = at.masked_fill(~held, valid.shape[1])
             onto = torch.full_like(first[:frames], valid.shape[1])
             onto = onto.scatter_reduce(0, run[:, None].expand_as(first), first, "amin")
-            target[row, slots[there]] = onto[run][there]
-            weight[row, slots[there]] = much[:, None].expand_as(there)[there]
+            target[row, slots[held]] = onto[run][held]
+            weight[row, slots[held]] = much[:, None].expand_as(held)[held]
             if frames * places <= wanted:
                 pooled[row] = size[row]
             else:
                 number[row] = number[row].clamp(max=0)
-        made = Reduction.merge(target, valid, weight)
+        merged = Reduction.merge(target, valid, weight)
         if bool((pooled >= size).all()):
-            return made
-        return made.then(pool_parts(replace(tokens, valid=made.kept), number, pooled))
+            return merged
+        return merged.then(pool_parts(replace(tokens, valid=merged.kept), number, pooled))
 
 
 def consolidate(x: Tensor, frames: int, dots: bool = False) -> tuple[Tensor, Tensor]:

@@ -54,8 +54,8 @@ class MovieChatMemory(MovieChat):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> both memories and the last frame of every clip."""
-        film, made = Film.of(tokens), super().reduce(tokens, count)
-        kept, others = made.kept.clone(), torch.ones_like(made.kept[:, 0])
+        film, consolidated = Film.of(tokens), super().reduce(tokens, count)
+        kept, others = consolidated.kept.clone(), torch.ones_like(consolidated.kept[:, 0])
         parts = []
         for row, wanted in enumerate(count.tolist()):
             slots = film.slots[row, : int(tokens.grid[row, 0])]
@@ -68,12 +68,12 @@ class MovieChatMemory(MovieChat):
                 torch.tensor(part, device=slots.device) for part in zip(*self._flows(x, frames), strict=True)
             )
             onto, source = slots[home], slots[flows]
-            there = (onto >= 0) & (source >= 0)
+            held = (onto >= 0) & (source >= 0)
             others[row], kept[row] = False, False
-            kept[row, onto[there]] = True
-            batch = torch.full_like(onto[there], row)
-            parts.append((batch, onto[there], source[there], weight[:, None].expand_as(there)[there]))
-        links = made.full_links()
+            kept[row, onto[held]] = True
+            batch = torch.full_like(onto[held], row)
+            parts.append((batch, onto[held], source[held], weight[:, None].expand_as(held)[held]))
+        links = consolidated.full_links()
         mine = others[links.batch]
         parts.append((links.batch[mine], links.slot[mine], links.source[mine], links.weight[mine].float()))
         batch, onto, source, weight = (torch.cat(part) for part in zip(*parts, strict=True))

@@ -56,15 +56,15 @@ class MustDropMerge(ProjectorMethod):
     @by_row
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, 1, n, d]`` of the tower, ``cells [N, n, 3]``, ``count [N]`` (a limit) -> windows and other tokens."""
-        slots, there = windows(tokens, self.window)
+        slots, full = windows(tokens, self.window)
         similar = window_similarity(tokens.signals["features"][:, 0], slots)
-        alike = (there & (similar >= self.threshold)).sum(1)
+        alike = (full & (similar >= self.threshold)).sum(1)
         # every window that is merged removes all its tokens but one
         excess = tokens.valid.sum(1) - count.to(alike.device)
         over = -(-excess.clamp(min=0) // (self.window**2 - 1))
         wanted = tokens.valid & (count > 0).to(alike.device)[:, None]
-        made = merge_windows(wanted, slots, there, similar, torch.maximum(alike, over))
-        return Reduction(made.kept, tokens.valid, made.links)
+        merged = merge_windows(wanted, slots, full, similar, torch.maximum(alike, over))
+        return Reduction(merged.kept, tokens.valid, merged.links)
 
 
 def windows(tokens: TokenBatch, side: int) -> tuple[Tensor, Tensor]:
@@ -93,10 +93,10 @@ def window_similarity(x: Tensor, slots: Tensor) -> Tensor:
     return similar.clamp(max=1.0).masked_fill((normed - normed[:, :, :1]).abs().amax((2, 3)) == 0, 1.0)
 
 
-def merge_windows(valid: Tensor, slots: Tensor, there: Tensor, similar: Tensor, most: Tensor) -> Reduction:
+def merge_windows(valid: Tensor, slots: Tensor, full: Tensor, similar: Tensor, most: Tensor) -> Reduction:
     """Average the ``most [N]`` most similar windows, the first on a tie; all other ``valid [N, n]`` tokens stay."""
-    ranked = similar.nan_to_num(nan=-torch.inf).masked_fill(~there, -torch.inf)
-    merged = there & (ranks(ranked.argsort(dim=1, descending=True, stable=True)) < most[:, None])
+    ranked = similar.nan_to_num(nan=-torch.inf).masked_fill(~full, -torch.inf)
+    merged = full & (ranks(ranked.argsort(dim=1, descending=True, stable=True)) < most[:, None])
     target = torch.arange(valid.shape[1], device=valid.device).repeat(len(valid), 1)
     row, window = merged.nonzero(as_tuple=True)
     target[row[:, None], slots[row, window]] = slots[row, window, :1]

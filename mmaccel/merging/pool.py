@@ -87,9 +87,9 @@ def pool_by(tokens: TokenBatch, part: Tensor, kept: Tensor, count: Tensor) -> Re
         segment=tokens.segment[unit],
     )
     slots = torch.arange(valid.shape[1], device=valid.device).expand_as(mine)
-    made = Pool().reduce(each, kept[unit, number]).relabel(slots, unit, valid.shape)
-    made = made.keeping(stays)
-    return Reduction(made.kept, valid, made.links)
+    pooled = Pool().reduce(each, kept[unit, number]).relabel(slots, unit, valid.shape)
+    pooled = pooled.keeping(stays)
+    return Reduction(pooled.kept, valid, pooled.links)
 
 
 def window_grid(grid: Tensor, count: Tensor) -> Tensor:

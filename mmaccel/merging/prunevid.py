@@ -58,29 +58,29 @@ class PruneVidMerge(ProjectorMethod):
         """``features [N, n, D]``, ``count [N]`` (as a share of the unit) -> the slot each token flows into."""
 
         def links(clip: Clip) -> Flat:
-            into = self.clip(tokens.features[clip.row, clip.slots], clip.there, clip.count / clip.size)[clip.there]
-            source = clip.there.flatten().nonzero()[:, 0]
-            return into, source, 1.0 / torch.bincount(into, minlength=clip.there.numel())[into]
+            into = self.clip(tokens.features[clip.row, clip.slots], clip.valid, clip.count / clip.size)[clip.valid]
+            source = clip.valid.flatten().nonzero()[:, 0]
+            return into, source, 1.0 / torch.bincount(into, minlength=clip.valid.numel())[into]
 
         return by_clip(tokens, count, links)
 
-    def clip(self, x: Tensor, there: Tensor, retain: float) -> Tensor:
+    def clip(self, x: Tensor, valid: Tensor, retain: float) -> Tensor:
         """``[T, P]`` long: the cell ``t P + p`` that each token of a clip flows into.
 
-        x, there : ``[T, P, D]``, and ``[T, P]`` bool, False for cells without a token.
+        x, valid : ``[T, P, D]``, and ``[T, P]`` bool, False for cells without a token.
         retain : share of every part that clustering keeps.
         """
-        x, (frames, places) = x.float(), there.shape
-        mean = (x * there[..., None]).sum(1) / there.sum(1, keepdim=True).clamp(min=1)
+        x, (frames, places) = x.float(), valid.shape
+        mean = (x * valid[..., None]).sum(1) / valid.sum(1, keepdim=True).clamp(min=1)
         label = self._clusters(mean, max(1, int(frames * self.scenes)))
         cells = torch.arange(frames * places, device=x.device).view(frames, places)
         into = cells.clone()
         for first, last in scenes_of(label.tolist()):
             scene = slice(first, last + 1)
-            still = self._static(x[scene], there[scene])
+            still = self._static(x[scene], valid[scene])
             parts = [(x[scene, still].mean(0), cells[first, still], cells[scene, still])]
             for t in range(first, last + 1):
-                moving = there[t] & ~still
+                moving = valid[t] & ~still
                 parts.append((x[t, moving], cells[t, moving], cells[t : t + 1, moving]))
             for part, home, members in parts:
                 if len(home):
@@ -88,15 +88,15 @@ class PruneVidMerge(ProjectorMethod):
                     into.view(-1)[members] = home[self._clusters(part, max(1, kept))].expand_as(members)
         return into
 
-    def _static(self, x: Tensor, there: Tensor) -> Tensor:
-        """``[P]`` bool: the static cells of a scene ``x [T, P, D]``, ``there [T, P]`` bool."""
+    def _static(self, x: Tensor, valid: Tensor) -> Tensor:
+        """``[P]`` bool: the static cells of a scene ``x [T, P, D]``, ``valid [T, P]`` bool."""
         frames = len(x)
         if frames == 1:
-            return torch.zeros_like(there[0])
+            return torch.zeros_like(valid[0])
         normed = normalize(x, dim=-1)
         # the square of the sum contains every pair twice, and each vector with itself
         pairs = (normed.sum(0).square().sum(-1) - normed.square().sum((0, 2))) / (frames * (frames - 1))
-        return (pairs > self.tau) & there.all(0)
+        return (pairs > self.tau) & valid.all(0)
 
     def _clusters(self, x: Tensor, count: int) -> Tensor:
         """``[m]`` long: for every row of ``x [m, D]`` the row of the density peak whose cluster it belongs to."""

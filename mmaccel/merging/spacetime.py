@@ -9,7 +9,7 @@ from ..core.masks import group_sizes
 from ..core.reduction import Reduction
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import cosine_to
-from .film import Film, alike
+from .film import Film, equal_parts
 
 #: distances below this are rounding, and count as zero: exact copies then tie on every machine
 _NOISE = 1e-6
@@ -65,7 +65,7 @@ class SpaceTime(ProjectorMethod):
         x = lifted(tokens.features, valid)
         limit = self.limit(tokens, x).masked_fill(~moving, torch.inf)
         far = torch.full(valid.shape, -torch.inf, device=valid.device)
-        for rows, slots, most in alike(part, torch.minimum(sizes, count[:, None])):
+        for rows, slots, most in equal_parts(part, torch.minimum(sizes, count[:, None])):
             every = torch.ones(slots.shape, dtype=torch.bool, device=valid.device)
             wanted = torch.full_like(slots[:, 0], most)
             far[rows, slots] = max_min(x[rows, slots], every, wanted, _NOISE, most, limit[rows, slots])

@@ -59,10 +59,10 @@ class StreamDvc(ProjectorMethod):
         number = frame_numbers(tokens)
 
         def links(clip: Clip) -> Flat:
-            at = clip.there.flatten().nonzero()[:, 0]
+            at = clip.valid.flatten().nonzero()[:, 0]
             slots = clip.slots.flatten()[at]
-            found = self.clip(tokens.features[clip.row, slots], number[clip.row, slots], min(clip.count, len(at)))
-            return at[found.slot], at[found.source], found.weight
+            flow = self.clip(tokens.features[clip.row, slots], number[clip.row, slots], min(clip.count, len(at)))
+            return at[flow.slot], at[flow.source], flow.weight
 
         extra = spare(tokens.valid & ~tokens.celled, count.to(number.device) - tokens.celled.sum(1))
         return by_clip(tokens, count, links).keeping(extra)
@@ -70,20 +70,20 @@ class StreamDvc(ProjectorMethod):
     def clip(self, x: Tensor, frame: Tensor, count: int) -> Links:
         """The links of one clip ``x [n, D]`` whose tokens are of the frames ``frame [n]``, into ``count`` of them."""
         x, first = x.float(), beginning(frame, count)
-        slots, there = first.nonzero()[:, 0], torch.ones_like(first)
+        slots, valid = first.nonzero()[:, 0], torch.ones_like(first)
         if self.neighbours:
             later = (~first).nonzero()[:, 0]
             owner, share = merge_neighbours(x[slots], x[later])
             return Links(torch.zeros_like(owner), slots[owner], torch.cat([slots, later]), share)
-        made = Reduction.identity(there[None])
+        reduction = Reduction.identity(valid[None])
         memory, weight = x[slots], torch.ones_like(slots)
         for number in frame[~first].unique().tolist():
             new = (~first & (frame == number)).nonzero()[:, 0]
             memory, weight, centre, source, share = take_up(memory, weight, x[new], self.iterations)
-            there = there.index_fill(0, new, False)
+            valid = valid.index_fill(0, new, False)
             flow = Links(torch.zeros_like(centre), slots[centre], torch.cat([slots, new])[source], share)
-            made = made.then(Reduction(there[None], made.kept, flow))
-        return made.full_links()
+            reduction = reduction.then(Reduction(valid[None], reduction.kept, flow))
+        return reduction.full_links()
 
 
 def beginning(frame: Tensor, count: int) -> Tensor:

@@ -13,7 +13,7 @@ from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
 from .aim import halvings
-from .film import alike, share, spare
+from .film import equal_parts, share, spare
 
 
 @register
@@ -64,7 +64,7 @@ class TempMe(ProjectorMethod):
         number, moving = frame_numbers(tokens), tokens.grid[:, :1].to(here.device) > 1
         part, kept = share(torch.where(moving & (number >= 0), number // prod(self.joins), number), count)
         size = self.sizes(tokens)
-        for rows, slots, keep in alike(part, kept, pairs=False):
+        for rows, slots, keep in equal_parts(part, kept, pairs=False):
             for row, mine in zip(rows[:, 0].tolist(), slots, strict=True):
                 into = self.merged(tokens.features[row, mine].float(), size[row, mine], number[row, mine], keep)
                 target[row, mine] = mine[into]

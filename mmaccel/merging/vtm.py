@@ -49,9 +49,9 @@ class Vtm(ProjectorMethod):
         extra = spare(tokens.valid & ~here, count - here.sum(1))
         chosen = self._chosen(tokens, count)
         slot = torch.arange(here.shape[1], device=here.device).expand_as(here)
-        to, there = leftmost(chosen)
+        to, held = leftmost(chosen)
         unit = normalize(tokens.features.float().masked_fill(~here[..., None], 0.0), dim=-1)
-        place = most_alike(unit, slot, to, there, first=first_copies(unit))[1]
+        place = most_alike(unit, slot, to, held, first=first_copies(unit))[1]
         into = to.gather(1, place) if to.shape[1] else slot
         flows = here & ~chosen & chosen.any(1, keepdim=True)
         return Reduction.merge(torch.where(chosen | extra, slot, torch.where(flows, into, -1)), tokens.valid)

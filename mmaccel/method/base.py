@@ -149,8 +149,8 @@ class Method(ABC):
         check_options(self)
 
     def __repr__(self) -> str:
-        told = ", ".join(f"{name}={value!r}" for name, value in self.options().items())
-        return f"{type(self).__name__}({told})" + (".by('official')" if self.official else "")
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options().items())
+        return f"{type(self).__name__}({options})" + (".by('official')" if self.official else "")
 
     def options(self) -> dict[str, Any]:
         """The options that differ from their defaults."""
@@ -164,9 +164,9 @@ class Method(ABC):
         docstring, in a paragraph that begins with ``variant="official"``."""
         if self.official == (variant == "official"):
             return self
-        made = copy.copy(self)
-        object.__setattr__(made, "official", variant == "official")
-        return made
+        method = copy.copy(self)
+        object.__setattr__(method, "official", variant == "official")
+        return method
 
     def fit(self, family: ModelFacts) -> Method:
         """This method with the options that depend on the model filled in; called once, before :meth:`check`."""

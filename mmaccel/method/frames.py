@@ -66,21 +66,21 @@ class FrameChoice(FramesMethod):
         return image
 
 
-def check_frames(method: Method, call: str, made: Any, total: int, count: int | None = None) -> np.ndarray:
-    """Validate the ascending indices ``made`` of frames, at least one or ``count`` of ``total``; returns ``[T']`` int64.
+def check_frames(method: Method, call: str, result: Any, total: int, count: int | None = None) -> np.ndarray:
+    """Validate the ascending indices ``result`` of frames, at least one or ``count`` of ``total``; returns ``[T']`` int64.
 
     Raises :class:`MmaccelError` if it has not.
     """
     number = "one or more" if count is None else str(count)
     wanted = f"{number} ascending indices of frames from 0 to {total - 1}, each once"
     try:
-        found = np.asarray(made)
+        indices = np.asarray(result)
     except ValueError:
-        found = np.empty((0, 0))
-    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
-        refuse(method, call, described(found if isinstance(made, (list, tuple)) else made), wanted)
-    if len(found) == 0 or (count is not None and len(found) != count):
-        refuse(method, call, f"{len(found)} indices", wanted)
-    if found[0] < 0 or found[-1] >= total or not (np.diff(found) > 0).all():
-        refuse(method, call, f"the indices {', '.join(map(str, found[:8]))}{', ...' * (len(found) > 8)}", wanted)
-    return found.astype(np.int64)
+        indices = np.empty((0, 0))
+    if indices.ndim != 1 or not np.issubdtype(indices.dtype, np.integer):
+        refuse(method, call, described(indices if isinstance(result, (list, tuple)) else result), wanted)
+    if len(indices) == 0 or (count is not None and len(indices) != count):
+        refuse(method, call, f"{len(indices)} indices", wanted)
+    if indices[0] < 0 or indices[-1] >= total or not (np.diff(indices) > 0).all():
+        refuse(method, call, f"the indices {', '.join(map(str, indices[:8]))}{', ...' * (len(indices) > 8)}", wanted)
+    return indices.astype(np.int64)

@@ -44,8 +44,8 @@ class Layerwise:
         key = make, args, self._tokens
         if key not in self.memo:
             self.memo[key] = make(self, *args)
-        found: T = self.memo[key]
-        return found
+        result: T = self.memo[key]
+        return result
 
 
 @dataclass
@@ -175,11 +175,11 @@ class LayerMethod(TokenMethod):
         """The layers at whose input it can work, ascending: none below DeepStack layers, and only where the observed
         layer has attention."""
         first = max(self.lowest, family.deepstack)
-        found = [layer + (not self.looks_ahead) for layer in family.attending]
+        layers = [layer + (not self.looks_ahead) for layer in family.attending]
         if self.spreads and not self.lowest:
             # before the first layer nothing is known, and nothing asked
-            found = [0, *found]
-        return [layer for layer in found if first <= layer < family.depth]
+            layers = [0, *layers]
+        return [layer for layer in layers if first <= layer < family.depth]
 
     def suits(self, family: ModelFacts) -> None:
         """Refuse models with layers without attention if it observes layer after layer."""

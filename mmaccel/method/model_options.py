@@ -86,8 +86,8 @@ def content_of(name: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
     try:
         if not folder.is_dir():
             return name, ()
-        found = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
-        return str(folder.resolve()), tuple((name, about.st_size, about.st_mtime_ns) for name, about in found)
+        files = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+        return str(folder.resolve()), tuple((name, about.st_size, about.st_mtime_ns) for name, about in files)
     except (OSError, ValueError):
         # who loads from it says what is wrong
         return name, ()

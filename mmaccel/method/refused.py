@@ -16,11 +16,11 @@ def article(word: str) -> str:
     return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
 
 
-def described(made: Any) -> str:
+def described(result: Any) -> str:
     """A result in words."""
-    if made is None:
+    if result is None:
         return "None"
-    if not hasattr(made, "dtype") or not hasattr(made, "shape"):
-        return f"an object of type {type(made).__name__}"
-    where = f" on {made.device}" if hasattr(made, "device") else ""
-    return f"{article(str(made.dtype).removeprefix('torch.'))} tensor of shape {tuple(made.shape)}{where}"
+    if not hasattr(result, "dtype") or not hasattr(result, "shape"):
+        return f"an object of type {type(result).__name__}"
+    where = f" on {result.device}" if hasattr(result, "device") else ""
+    return f"{article(str(result.dtype).removeprefix('torch.'))} tensor of shape {tuple(result.shape)}{where}"

@@ -96,8 +96,8 @@ def suggest(name: str, known: Iterable[str]) -> str:
 # --- found because they are there -------------------------------------------------------------------------------------
 def files(package: ModuleType) -> list[str]:
     """The full names of the files of a package, sorted, but for those beginning with an underscore, which others share."""
-    found = iter_modules(package.__path__, f"{package.__name__}.")
-    return sorted(one.name for one in found if not one.ispkg and not one.name.rpartition(".")[2].startswith("_"))
+    modules = iter_modules(package.__path__, f"{package.__name__}.")
+    return sorted(one.name for one in modules if not one.ispkg and not one.name.rpartition(".")[2].startswith("_"))
 
 
 def offered(group: str, kind: type) -> Iterator[type[Any] | ModuleType]:
@@ -107,19 +107,19 @@ def offered(group: str, kind: type) -> Iterator[type[Any] | ModuleType]:
     """
     for point in sorted(entry_points(group=group), key=lambda point: point.name):
         try:
-            found = point.load()
+            offer = point.load()
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0]
             raise MmaccelError(
                 f"{_package(point)} offers {point.value!r} as {group}, which cannot be imported "
                 f"({type(error).__name__}: {first}); update the package, or uninstall it."
             ) from error
-        if not isinstance(found, ModuleType) and not (isinstance(found, type) and issubclass(found, kind)):
+        if not isinstance(offer, ModuleType) and not (isinstance(offer, type) and issubclass(offer, kind)):
             raise MmaccelError(
                 f"{_package(point)} offers {point.value!r} as {group}, which is neither a subclass of {kind.__name__} nor "
                 "a module; update the package, or uninstall it."
             )
-        yield found
+        yield offer
 
 
 def _package(point: EntryPoint) -> str:
@@ -136,10 +136,10 @@ def _load() -> None:
         for room in _ROOMS:
             for name in files(import_module(f"mmaccel.{room}")):
                 import_module(name)
-        for found in offered(ENTRY_POINTS, Method):
+        for offer in offered(ENTRY_POINTS, Method):
             # a module registers its methods when it is imported
-            if isinstance(found, type):
-                register(found)
+            if isinstance(offer, type):
+                register(offer)
     except BaseException:
         _loaded = False
         raise

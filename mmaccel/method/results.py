@@ -23,37 +23,37 @@ Kind = Literal["float", "bool", "integer", "int32"]
 _WORDS: dict[Kind, str] = {"float": "floating-point", "bool": "bool", "integer": "integer", "int32": "int32"}
 
 
-def on_host(made: Tensor) -> bool:
+def on_host(result: Tensor) -> bool:
     """Whether values can be read without waiting for a device or breaking a compiled graph."""
-    return made.device.type == "cpu" and not torch.compiler.is_compiling()
+    return result.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def check_type(method: Method | type[Method], call: str, made: Any, kind: type[R]) -> R:
-    """Validate that ``made`` is an instance of ``kind``."""
-    if not isinstance(made, kind):
-        refuse(method, call, described(made), f"a {kind.__name__}")
-    return made
+def check_type(method: Method | type[Method], call: str, result: Any, kind: type[R]) -> R:
+    """Validate that ``result`` is an instance of ``kind``."""
+    if not isinstance(result, kind):
+        refuse(method, call, described(result), f"a {kind.__name__}")
+    return result
 
 
 def check_tensor(
-    method: Method | type[Method], call: str, made: Any, kind: Kind, shape: Sequence[int | None], like: Tensor | None
+    method: Method | type[Method], call: str, result: Any, kind: Kind, shape: Sequence[int | None], like: Tensor | None
 ) -> Tensor:
     """Validate a tensor: kind of dtype, ``shape`` (None for any length), device of ``like``."""
-    if not (isinstance(made, Tensor) and _is(made, kind) and _fits(made, shape)):
-        told = ", ".join("any" if n is None else str(n) for n in shape) + ("," if len(shape) == 1 else "")
-        refuse(method, call, described(made), f"{article(_WORDS[kind])} tensor of shape ({told})")
-    if like is not None and made.device != like.device:
-        refuse(method, call, described(made), f"a tensor on {like.device}, where its inputs are")
-    return made
+    if not (isinstance(result, Tensor) and _is(result, kind) and _fits(result, shape)):
+        expected = ", ".join("any" if n is None else str(n) for n in shape) + ("," if len(shape) == 1 else "")
+        refuse(method, call, described(result), f"{article(_WORDS[kind])} tensor of shape ({expected})")
+    if like is not None and result.device != like.device:
+        refuse(method, call, described(result), f"a tensor on {like.device}, where its inputs are")
+    return result
 
 
 def check_figures(
-    method: Method | type[Method], call: str, made: Any, shape: Sequence[int | None], like: Tensor
+    method: Method | type[Method], call: str, result: Any, shape: Sequence[int | None], like: Tensor
 ) -> dict[str, Tensor]:
     """Validate a dict of floating-point tensors of this ``shape``, by name."""
-    if not isinstance(made, Mapping) or not all(isinstance(name, str) for name in made):
-        refuse(method, call, described(made), "a dict of tensors by name")
-    return {name: check_tensor(method, call, x, "float", shape, like) for name, x in made.items()}
+    if not isinstance(result, Mapping) or not all(isinstance(name, str) for name in result):
+        refuse(method, call, described(result), "a dict of tensors by name")
+    return {name: check_tensor(method, call, x, "float", shape, like) for name, x in result.items()}
 
 
 def figures_of(method: LayerMethod | PreviewMethod, attention: LayerAttention) -> dict[str, Tensor]:
@@ -62,58 +62,58 @@ def figures_of(method: LayerMethod | PreviewMethod, attention: LayerAttention) -
     return check_figures(method, "observe()", method.observe(attention), (key.shape[0], key.shape[2]), key)
 
 
-def check_numbers(method: Method, call: str, made: Tensor, where: Tensor | None = None) -> Tensor:
-    """Validate on the CPU that ``made`` has no NaN where ``where`` (bool, of a shape that broadcasts) is true."""
+def check_numbers(method: Method, call: str, result: Tensor, where: Tensor | None = None) -> Tensor:
+    """Validate on the CPU that ``result`` has no NaN where ``where`` (bool, of a shape that broadcasts) is true."""
     # nearly always: a sum is NaN if any number is
-    if on_host(made) and not math.isfinite(made.sum().item()):
-        wrong = made.isnan() if where is None else made.isnan() & where
+    if on_host(result) and not math.isfinite(result.sum().item()):
+        wrong = result.isnan() if where is None else result.isnan() & where
         if bool(wrong.any()):
             refuse(method, call, f"NaN for {int(wrong.sum())} of {wrong.numel()} values", "numbers (inf is allowed)")
-    return made
+    return result
 
 
-def check_slots(method: Method, call: str, made: Tensor, count: int, rising: bool = False) -> Tensor:
+def check_slots(method: Method, call: str, result: Tensor, count: int, rising: bool = False) -> Tensor:
     """Validate on the CPU that all values are indices below ``count``, strictly ascending in every row if ``rising``."""
-    if on_host(made) and made.numel():
-        least, most = map(int, made.aminmax())
+    if on_host(result) and result.numel():
+        least, most = map(int, result.aminmax())
         if least < 0 or most >= count:
             refuse(method, call, f"indices from {least} to {most}", f"indices from 0 to {count - 1}")
-        if rising and not bool((made.diff(dim=-1) > 0).all()):
+        if rising and not bool((result.diff(dim=-1) > 0).all()):
             refuse(method, call, "indices out of order or more than once", "ascending indices, each once")
-    return made
+    return result
 
 
-def check_reduction(method: Method, made: Any, valid: Tensor, width: int) -> Reduction:
+def check_reduction(method: Method, result: Any, valid: Tensor, width: int) -> Reduction:
     """Validate a reduction of the slots ``valid [N, n]`` (bool, on the CPU) of tokens of ``width`` channels, and return
     it on the CPU. The number of kept tokens is not checked."""
-    call, made = "reduce()", check_type(method, "reduce()", made, Reduction)
+    call, result = "reduce()", check_type(method, "reduce()", result, Reduction)
     for name in ("kept", "valid"):
-        check_tensor(method, f"reduce() (`{name}`)", getattr(made, name), "bool", valid.shape, None)
-    if made.links is not None:
-        links = check_type(method, call, made.links, Links)
+        check_tensor(method, f"reduce() (`{name}`)", getattr(result, name), "bool", valid.shape, None)
+    if result.links is not None:
+        links = check_type(method, call, result.links, Links)
         for name in ("batch", "slot", "source"):
             check_tensor(
                 method, f"reduce() (`links.{name}`)", getattr(links, name), "integer", (len(links.batch),), None
             )
         check_tensor(method, "reduce() (`links.weight`)", links.weight, "float", (len(links.batch),), None)
-    if made.residual is not None:
-        residual = check_type(method, call, made.residual, Residual)
+    if result.residual is not None:
+        residual = check_type(method, call, result.residual, Residual)
         shape = check_tensor(method, "reduce() (`residual.slot`)", residual.slot, "integer", (None, None), None).shape
         check_tensor(method, "reduce() (`residual.batch`)", residual.batch, "integer", shape, None)
         check_tensor(method, "reduce() (`residual.values`)", residual.values, "float", (*shape, width), None)
-    made = made.cpu()
-    if bool((made.kept & ~valid).any()):
+    result = result.cpu()
+    if bool((result.kept & ~valid).any()):
         refuse(
             method, call, "a reduction that keeps slots that hold no token", "one whose `kept` is within `tokens.valid`"
         )
-    if made.links is not None:
-        _check_links(method, made.links, made.kept, valid)
-    if made.residual is not None:
-        batch, slot = made.residual.batch, made.residual.slot
+    if result.links is not None:
+        _check_links(method, result.links, result.kept, valid)
+    if result.residual is not None:
+        batch, slot = result.residual.batch, result.residual.slot
         check_slots(method, "reduce() (`residual.batch`)", batch, len(valid))
         check_slots(method, "reduce() (`residual.slot`)", slot.clamp(min=0), valid.shape[1])
-        check_numbers(method, "reduce() (`residual.values`)", made.residual.values, (slot >= 0)[..., None])
-    return made
+        check_numbers(method, "reduce() (`residual.values`)", result.residual.values, (slot >= 0)[..., None])
+    return result
 
 
 def _check_links(method: Method, links: Links, kept: Tensor, valid: Tensor) -> None:

@@ -178,10 +178,10 @@ class Selector(nn.Module):
 def _loaded(path: Path, changed: Stamp, shape: Shape, device: torch.device) -> Selector:
     # weights that are not drawn leave the random numbers of the process alone
     with torch.device("meta"):
-        made = Selector(shape)
-    weights = read_weights(path, {name: tuple(x.shape) for name, x in made.state_dict().items()})
-    made.load_state_dict({name: weight.to(device) for name, weight in weights.items()}, assign=True)
-    return made.eval().requires_grad_(False)
+        selector = Selector(shape)
+    weights = read_weights(path, {name: tuple(x.shape) for name, x in selector.state_dict().items()})
+    selector.load_state_dict({name: weight.to(device) for name, weight in weights.items()}, assign=True)
+    return selector.eval().requires_grad_(False)
 
 
 def described(folder: str | Path) -> tuple[Shape, ModelFingerprint]:
@@ -197,14 +197,14 @@ def described(folder: str | Path) -> tuple[Shape, ModelFingerprint]:
 def _described(path: Path, changed: Stamp) -> tuple[Shape, ModelFingerprint]:
     shape, model = read_config(path, [field.name for field in fields(Shape)], _VALUES)
     try:
-        made = Shape(**shape)
+        sizes = Shape(**shape)
     except MmaccelError as error:
         raise refusal(path, str(error).rstrip(".")) from error
-    if made.features != model["width"]:
+    if sizes.features != model["width"]:
         raise refusal(
-            path, f"it reads features of width {made.features} and belongs to a model of width {model['width']}"
+            path, f"it reads features of width {sizes.features} and belongs to a model of width {model['width']}"
         )
-    return made, ModelFingerprint(**model)
+    return sizes, ModelFingerprint(**model)
 
 
 def selector_folder(family: ModelFacts) -> str:
@@ -266,8 +266,8 @@ class ModelFingerprint:
 
 def _weights(family: ModelFacts) -> dict[str, Tensor]:
     """The tensors of a model that can be compared, by name."""
-    found: dict[str, Tensor] = family.model.state_dict() if isinstance(family.model, nn.Module) else {}
-    return {name: x for name, x in found.items() if x.is_floating_point() and not x.is_meta and x.numel() >= _VALUES}
+    tensors: dict[str, Tensor] = family.model.state_dict() if isinstance(family.model, nn.Module) else {}
+    return {name: x for name, x in tensors.items() if x.is_floating_point() and not x.is_meta and x.numel() >= _VALUES}
 
 
 def _first(weight: Tensor) -> list[float]:
@@ -342,5 +342,5 @@ def _sines(cells: Tensor, grid: Tensor) -> Tensor:
     """``[N, n, 6 * frequencies]``: sines and cosines of where a token is in its grid; zero for tokens without a cell."""
     share = (cells + 0.5) / grid[:, None].clamp(min=1)
     angles = share[..., None] * torch.pi * 2.0 ** torch.arange(_FREQUENCIES, device=cells.device)
-    found = torch.cat([angles.sin(), angles.cos()], dim=-1).flatten(2)
-    return found * (cells >= 0).all(-1, keepdim=True)
+    waves = torch.cat([angles.sin(), angles.cos()], dim=-1).flatten(2)
+    return waves * (cells >= 0).all(-1, keepdim=True)

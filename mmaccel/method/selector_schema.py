@@ -101,19 +101,19 @@ def read_weights(path: Path, expected: Mapping[str, tuple[int, ...]]) -> dict[st
         for name in sorted({*expected, *header}):
             if name not in header or name not in expected:
                 raise refusal(path, f"tensor {_shown(name)} {'is missing' if name in expected else 'is not expected'}")
-        found = load(content)
+        weights = load(content)
     except (OSError, ValueError, RecursionError, RuntimeError, SafetensorError, TypeError, AttributeError) as error:
         if isinstance(error, MmaccelError):
             raise
         raise refusal(path, "it is not a safetensors file, or a damaged one") from error
     for name, shape in expected.items():
-        weight = found[name]
+        weight = weights[name]
         if weight.dtype != torch.float32 or tuple(weight.shape) != shape:
             has = f"{str(weight.dtype).removeprefix('torch.')} of shape {list(weight.shape)}"
             raise refusal(path, f"tensor {name!r} must be float32 of shape {list(shape)}, got {has}")
         if not bool((weight.abs() <= _LARGEST).all()):
             raise refusal(path, f"tensor {name!r} holds values that are not finite or above {_LARGEST:,.0f}")
-    return found
+    return weights
 
 
 def _check_fields(path: Path, data: Any, what: str, names: Collection[str]) -> None:

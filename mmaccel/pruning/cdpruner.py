@@ -77,11 +77,11 @@ class CDPruner(QuestionGuided):
         return Reduction(filled(picked, tokens.valid, count), tokens.valid)
 
 
-def mean_cosine(features: Tensor, question: Tensor, there: Tensor) -> Tensor:
-    """``[N, n]`` float32: cosine of ``features [N, n, D]`` with ``question [N, q, D]``, mean over the ``q`` that are ``there
+def mean_cosine(features: Tensor, question: Tensor, valid: Tensor) -> Tensor:
+    """``[N, n]`` float32: cosine of ``features [N, n, D]`` with ``question [N, q, D]``, mean over the ``q`` that are ``valid
     [N, q]``; zero where none is."""
-    words = normalize(question.float(), dim=-1).masked_fill(~there[..., None], 0.0)
-    mean = words.sum(1) / there.sum(1, keepdim=True).clamp(min=1)
+    words = normalize(question.float(), dim=-1).masked_fill(~valid[..., None], 0.0)
+    mean = words.sum(1) / valid.sum(1, keepdim=True).clamp(min=1)
     cosine = torch.bmm(normalize(features.float(), dim=-1), mean[..., None])[..., 0]
     return of_first(cosine, first_copies(features))
 

@@ -66,18 +66,18 @@ class HiPrune(ProjectorMethod):
 
 def _around(anchors: Tensor, tokens: TokenBatch) -> Tensor:
     """``[N, n]`` bool: tokens beside, above or below one of ``anchors [N, n]`` in its frame."""
-    found = torch.zeros_like(anchors)
-    for slot, there in beside(tokens, ((-1, 0), (1, 0), (0, -1), (0, 1))):
-        found |= there & anchors.gather(1, slot)
-    return found
+    near = torch.zeros_like(anchors)
+    for slot, exists in beside(tokens, ((-1, 0), (1, 0), (0, -1), (0, 1))):
+        near |= exists & anchors.gather(1, slot)
+    return near
 
 
 def _official_around(anchors: Tensor, seen: Tensor, grid: Tensor) -> Tensor:
     """``[N, n]`` bool: the neighbours of ``anchors`` in raster order, as the program counts them."""
     order, place, last = true_first(seen), seen.cumsum(1) - 1, seen.sum(1, keepdim=True) - 1
-    found, width = torch.zeros_like(anchors, dtype=torch.long), grid[:, 2:].to(seen.device)
+    hits, width = torch.zeros_like(anchors, dtype=torch.long), grid[:, 2:].to(seen.device)
     for step in (torch.ones_like(width), width):
         for at in (place - step, place + step):
             slot = order.gather(1, torch.minimum(at.clamp(min=0), last.clamp(min=0)))
-            found = found.scatter_add(1, slot, anchors.long())
-    return found > 0
+            hits = hits.scatter_add(1, slot, anchors.long())
+    return hits > 0

@@ -176,12 +176,12 @@ def prune_merge(score: Tensor, keys: Tensor, chosen: Tensor, seen: Tensor, neigh
     return Reduction(chosen | added, seen, Links(batch, slot, source, weight) if len(batch) else None)
 
 
-def _nearest(similar: Tensor, among: Tensor, k: int) -> Tensor:
-    """``[N, a, n]`` bool: in every row the ``k`` largest of ``similar`` in ``among``; the lower slot on a tie."""
+def _nearest(similar: Tensor, candidates: Tensor, k: int) -> Tensor:
+    """``[N, a, n]`` bool: in every row the ``k`` largest of ``similar`` in ``candidates``; the lower slot on a tie."""
     if k == 0:
-        return torch.zeros_like(among)
-    similar = similar.masked_fill(~among, -torch.inf)
+        return torch.zeros_like(candidates)
+    similar = similar.masked_fill(~candidates, -torch.inf)
     least = similar.topk(k, dim=2).values[..., -1:]
     above, equal = similar > least, similar == least
     missing = k - above.sum(2, keepdim=True)
-    return (above | (equal & (equal.cumsum(2) <= missing))) & among
+    return (above | (equal & (equal.cumsum(2) <= missing))) & candidates

@@ -56,7 +56,7 @@ class TokenCorr(AttentionGuided):
         early, late = tokens.signals[self._kind].float().unbind(1)
         seen = tokens.valid & ~late.isnan() & ~early.isnan()
         size, count = seen.sum(1), count.to(seen.device)
-        counterparts = alike(tokens.signals["keys"][:, 0], seen, self.similarity)
+        counterparts = count_similar(tokens.signals["keys"][:, 0], seen, self.similarity)
         repeated = (counterparts > self.counterparts * size[:, None]) & seen
         # of n tokens those that are not redundant are (1 - r) n
         room = torch.minimum(size - repeated.sum(1), count).clamp(min=1)
@@ -67,10 +67,10 @@ class TokenCorr(AttentionGuided):
         return Reduction(filled(best & (count > 0)[:, None], tokens.valid, least), tokens.valid)
 
 
-def alike(x: Tensor, seen: Tensor, similarity: float) -> Tensor:
+def count_similar(x: Tensor, seen: Tensor, similarity: float) -> Tensor:
     """``[N, n]`` long: how many other tokens of ``x [N, n, d]`` that are ``seen`` have a cosine above ``similarity``."""
     x = normalize(x.float().masked_fill(~seen[..., None], 0.0), dim=-1)
     height = max(1, BLOCK // max(1, seen.numel()))
-    found = [((rows @ x.mT > similarity) & seen[:, None]).sum(2) for rows in x.split(height, 1)]
+    counts = [((rows @ x.mT > similarity) & seen[:, None]).sum(2) for rows in x.split(height, 1)]
     # without itself
-    return of_first(torch.cat(found, 1) - 1, first_copies(x, seen)).clamp(min=0)
+    return of_first(torch.cat(counts, 1) - 1, first_copies(x, seen)).clamp(min=0)

@@ -95,10 +95,10 @@ def local_importance(features: Tensor, tokens: TokenBatch, seen: Tensor) -> Tens
     spread, apart = _variance(x, seen), _variance(place, seen)
     row = torch.arange(len(x), device=x.device)[:, None]
     total = torch.zeros_like(seen, dtype=torch.float64)
-    for slot, there in beside(tokens, [(r, c) for r in (-1, 0, 1) for c in (-1, 0, 1) if r or c]):
+    for slot, exists in beside(tokens, [(r, c) for r in (-1, 0, 1) for c in (-1, 0, 1) if r or c]):
         unlike = (x - x[row, slot]).square().sum(-1) / spread
         far = (place - place[row, slot]).square().sum(-1) * _PLACE / apart
-        total -= torch.where(there & seen & seen.gather(1, slot), unlike + far, 0.0)
+        total -= torch.where(exists & seen & seen.gather(1, slot), unlike + far, 0.0)
     return _shares(total / 9, seen)
 
 
@@ -152,8 +152,8 @@ def _shares(score: Tensor, seen: Tensor) -> Tensor:
 
 def _variance(x: Tensor, seen: Tensor) -> Tensor:
     """``[N, 1]`` float64: the unbiased variance of all entries of ``x [N, n, d]`` that are ``seen``; above zero."""
-    there = seen[..., None]
+    counted = seen[..., None]
     size = (seen.sum(1, keepdim=True) * x.shape[2]).clamp(min=2)
-    mean = x.masked_fill(~there, 0.0).sum((1, 2), dtype=torch.float64)[:, None] / size
-    square = (x - mean[..., None]).masked_fill(~there, 0.0).square().sum((1, 2))[:, None]
+    mean = x.masked_fill(~counted, 0.0).sum((1, 2), dtype=torch.float64)[:, None] / size
+    square = (x - mean[..., None]).masked_fill(~counted, 0.0).square().sum((1, 2))[:, None]
     return (square / (size - 1)).clamp(min=torch.finfo(torch.float32).tiny)

@@ -79,8 +79,8 @@ class VisionZip(AttentionGuided):
         return Reduction(kept, valid, links)
 
 
-def strided(among: Tensor, count: Tensor) -> Tensor:
-    """``[N, n]`` bool: of the ``R`` slots in ``among [N, n]`` every ``max(1, R // count)``-th, at most ``count [N]``."""
-    place = among.cumsum(1) - 1
-    step = (among.sum(1) // count.clamp(min=1)).clamp(min=1)[:, None]
-    return among & (place % step == 0) & (place // step < count[:, None])
+def strided(candidates: Tensor, count: Tensor) -> Tensor:
+    """``[N, n]`` bool: of the ``R`` slots in ``candidates [N, n]`` every ``max(1, R // count)``-th, at most ``count [N]``."""
+    place = candidates.cumsum(1) - 1
+    step = (candidates.sum(1) // count.clamp(min=1)).clamp(min=1)[:, None]
+    return candidates & (place % step == 0) & (place // step < count[:, None])

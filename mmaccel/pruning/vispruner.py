@@ -61,20 +61,20 @@ class VisPruner(AttentionGuided):
         return Reduction(filled(important | different, tokens.valid, count), tokens.valid)
 
 
-def drop_similar(features: Tensor, score: Tensor, among: Tensor, count: Tensor, step: Tensor) -> Tensor:
-    """``[N, n]`` bool: the ``count [N]`` slots of ``among [N, n]`` that the rounds of :class:`VisPruner` leave.
+def drop_similar(features: Tensor, score: Tensor, candidates: Tensor, count: Tensor, step: Tensor) -> Tensor:
+    """``[N, n]`` bool: the ``count [N]`` slots of ``candidates [N, n]`` that the rounds of :class:`VisPruner` leave.
 
     features : ``[N, n, d]``, compared by cosine.
     score : ``[N, n]``, orders the first list, highest first.
     step : ``[N]`` long, how many are dropped in one round.
     """
-    x = normalize(features.float().masked_fill(~among[..., None], 0.0), dim=-1)
+    x = normalize(features.float().masked_fill(~candidates[..., None], 0.0), dim=-1)
     first = first_copies(x)
-    order = score.masked_fill(~among, -torch.inf).argsort(dim=1, descending=True, stable=True)
+    order = score.masked_fill(~candidates, -torch.inf).argsort(dim=1, descending=True, stable=True)
     # tokens among them may have scores of -inf too
-    order = resorted(order, (~among).long())
+    order = resorted(order, (~candidates).long())
     # the lengths of all rounds follow from these numbers, so the host waits once and masks are sent without waiting
-    length, left, most = torch.stack([among.sum(1), count, step]).cpu()
+    length, left, most = torch.stack([candidates.sum(1), count, step]).cpu()
     while bool(((length > left) & (left > 0)).any()):
         evens, odds = (length + 1) // 2, length // 2
         drop = torch.minimum((length - left).clamp(min=0), torch.minimum(most, evens)).masked_fill(left == 0, 0)
@@ -92,4 +92,4 @@ def drop_similar(features: Tensor, score: Tensor, among: Tensor, count: Tensor, 
         order = torch.cat([even, odd], 1).gather(1, true_first(stays))
         length = length - drop
     kept = (torch.arange(order.shape[1]) < torch.minimum(length, left)[:, None]).to(x.device, non_blocking=True)
-    return torch.zeros_like(among).scatter_(1, order, kept)
+    return torch.zeros_like(candidates).scatter_(1, order, kept)

@@ -228,10 +228,10 @@ class Eligible:
 
     def holds(self, places: Tensor) -> Tensor:
         """``places [B, heads, K]`` -> the same shape, bool."""
-        found = self._holds(places)
+        eligible = self._holds(places)
         if self.rows is None:
-            return found
-        return found & self.rows.to(places.device, non_blocking=places.device.type != "cpu")[:, None, None]
+            return eligible
+        return eligible & self.rows.to(places.device, non_blocking=places.device.type != "cpu")[:, None, None]
 
     def _holds(self, places: Tensor) -> Tensor:
         if self.mask is None:
@@ -241,8 +241,8 @@ class Eligible:
         if places.device not in self._moved:
             self._moved[places.device] = self.mask.to(places.device, non_blocking=places.device.type != "cpu")
         mask = self._moved[places.device][:, None].expand(-1, places.shape[1], -1)
-        found = mask.gather(2, at.clamp(0, self.mask.shape[1] - 1))
-        return torch.where(inside, found, self.others)
+        eligible = mask.gather(2, at.clamp(0, self.mask.shape[1] - 1))
+        return torch.where(inside, eligible, self.others)
 
 
 def channel_group(group: int, channels: int) -> int:

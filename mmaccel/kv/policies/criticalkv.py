@@ -57,9 +57,9 @@ class CriticalKV(SnapKV):
     def score(self, keys: KeyBatch) -> Tensor:
         score = super().score(keys)
         assert keys.outgoing is not None and keys.count is not None
-        among = (keys.valid if self.joint else keys.valid & keys.visual).repeat_interleave(score.shape[1], dim=0)
+        candidates = (keys.valid if self.joint else keys.valid & keys.visual).repeat_interleave(score.shape[1], dim=0)
         count = (keys.count.double() * self.first).long().repeat_interleave(score.shape[1])
-        best = top_mask(score.flatten(0, 1), among, count.to(score.device)).view_as(score)
+        best = top_mask(score.flatten(0, 1), candidates, count.to(score.device)).view_as(score)
         outgoing = of_first_keys(keys.outgoing, keys.values, keys.valid)
         return ((score + self.epsilon) * outgoing).masked_fill(best, torch.inf)
 

@@ -74,10 +74,10 @@ class ElasticCache(Policy):
         It takes entry ``i`` of the sorted list, which is the place of the ``i``-th lowest score, for the score of key ``i``.
         """
         assert keys.received is not None
-        among = keys.valid if self.joint else keys.valid & keys.visual
+        candidates = keys.valid if self.joint else keys.valid & keys.visual
         # competing keys first, in the order of their scores
-        order = keys.received[:, 0].masked_fill(~among, torch.inf).argsort(dim=1, stable=True)
-        order = resorted(order, (~among).long())
-        number = (among.cumsum(1) - 1).clamp(min=0)
+        order = keys.received[:, 0].masked_fill(~candidates, torch.inf).argsort(dim=1, stable=True)
+        order = resorted(order, (~candidates).long())
+        number = (candidates.cumsum(1) - 1).clamp(min=0)
         score = number.gather(1, order).gather(1, number).float()
-        return score.masked_fill(~among, -torch.inf)
+        return score.masked_fill(~candidates, -torch.inf)

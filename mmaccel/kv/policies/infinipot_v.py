@@ -102,14 +102,14 @@ class Frames:
 
     frame, place : ``[n]`` long, the number of the frame and of the patch.
     late : ``[m]`` long, the keys of the newest frames, those from ``newest`` on.
-    there : ``[newest frames, patches]`` bool, the patches of the newest frames that have a key.
+    held : ``[newest frames, patches]`` bool, the patches of the newest frames that have a key.
     budget : how many keys are picked.
     """
 
     frame: Tensor
     place: Tensor
     late: Tensor
-    there: Tensor
+    held: Tensor
     newest: int
     budget: int = 0
 
@@ -117,10 +117,10 @@ class Frames:
     def of(frame: Tensor, patch: Tensor, newest: int, budget: int = 0) -> Frames:
         """``frame [n]`` long; ``patch [n, 2]`` long."""
         place = patch[:, 0] * (int(patch[:, 1].max()) + 1) + patch[:, 1]
-        there = torch.zeros(int(frame.max()) + 1 - newest, int(place.max()) + 1, dtype=torch.bool, device=frame.device)
+        held = torch.zeros(int(frame.max()) + 1 - newest, int(place.max()) + 1, dtype=torch.bool, device=frame.device)
         late = (frame >= newest).nonzero()[:, 0]
-        there[frame[late] - newest, place[late]] = True
-        return Frames(frame, place, late, there, newest, budget)
+        held[frame[late] - newest, place[late]] = True
+        return Frames(frame, place, late, held, newest, budget)
 
     def picked(self, keys: Tensor, score: Tensor) -> Tensor:
         """``score [H, n]``, infinite for what TaR picks; ``keys [H, n, D]``."""
@@ -134,11 +134,11 @@ class Frames:
         """``[H, n]``: the mean cosine of each of ``keys [H, n, D]`` with those of the same patch in the newest frames; -1 where
         none of these has that patch."""
         unit = normalize(keys, dim=-1)
-        grid = unit.new_zeros(len(unit), *self.there.shape, unit.shape[-1])
+        grid = unit.new_zeros(len(unit), *self.held.shape, unit.shape[-1])
         grid[:, self.frame[self.late] - self.newest, self.place[self.late]] = unit[:, self.late]
-        mean = grid.sum(1) / self.there.sum(0).clamp(min=1)[:, None]
+        mean = grid.sum(1) / self.held.sum(0).clamp(min=1)[:, None]
         cosine = (unit * mean[:, self.place]).sum(-1)
-        return torch.where(self.there.any(0)[self.place], cosine, -1.0)
+        return torch.where(self.held.any(0)[self.place], cosine, -1.0)
 
 
 def _pooled(norms: Tensor, cells: Tensor, size: tuple[int, ...], quarter: int) -> Tensor:

@@ -106,14 +106,14 @@ class SqueezedAttention(ReadingPolicy):
 
     def level(self, layers: Sequence[Observed], share: Tensor) -> Tensor:
         """The estimate that the ``share [B]`` of all keys of all layers and heads exceed, ``[B]`` float32."""
-        found = []
+        figures = []
         for layer in layers:
             estimates = self.estimate(layer.queries, layer.summary, layer.scaling)
             seen = layer.seen[:, None, :, None]
             mean = estimates.masked_fill(~seen, 0.0).sum(2) / seen.sum(2).clamp(min=1)
             of_keys = mean.gather(2, layer.summary["labels"].long()).masked_fill(layer.gone, torch.inf)
-            found.append(of_keys.flatten(1).to(share.device))
-        ranked = torch.cat(found, dim=1).sort(dim=1).values
+            figures.append(of_keys.flatten(1).to(share.device))
+        ranked = torch.cat(figures, dim=1).sort(dim=1).values
         last = ranked.isfinite().sum(1).clamp(min=1) - 1
         at = (1 - share.double()).clamp(min=0) * last
         low, high = (ranked.gather(1, x.long()[:, None])[:, 0].double() for x in (at.floor(), at.ceil()))
@@ -138,8 +138,8 @@ def _nearest(doubled: Tensor, centres: Tensor, absent: Tensor) -> Tensor:
     D]``, of equal ones the first; those that are ``absent [B, Hkv, C]`` are none."""
     length = centres.square().sum(-1).masked_fill_(absent, torch.inf)[:, :, None]
     width = max(1, CHUNK // max(1, absent.numel()))
-    found = [(length - part @ centres.mT).argmin(-1) for part in doubled.split(width, dim=2)]
-    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+    labels = [(length - part @ centres.mT).argmin(-1) for part in doubled.split(width, dim=2)]
+    return labels[0] if len(labels) == 1 else torch.cat(labels, dim=2)
 
 
 def _members(x: Tensor, labels: Tensor, number: int) -> tuple[Tensor, Tensor]:
@@ -147,11 +147,11 @@ def _members(x: Tensor, labels: Tensor, number: int) -> tuple[Tensor, Tensor]:
     sizes of the clusters, ``[B, Hkv, C]`` float32. As products, so that the order of the sums is the same every time."""
     each = torch.arange(number, device=x.device)[:, None]
     width = max(1, CHUNK // max(1, x.shape[:2].numel() * number))
-    found = []
+    parts = []
     for part, label in zip(x.split(width, dim=2), labels.split(width, dim=2), strict=True):
         mine = (label[:, :, None] == each).float()
-        found.append((mine @ part.float(), mine.sum(-1)))
-    sums, sizes = found[0]
-    for more, others in found[1:]:
+        parts.append((mine @ part.float(), mine.sum(-1)))
+    sums, sizes = parts[0]
+    for more, others in parts[1:]:
         sums, sizes = sums + more, sizes + others
     return sums, sizes

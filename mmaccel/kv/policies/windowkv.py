@@ -55,8 +55,8 @@ class WindowKV(Policy):
         windows = paid.new_full((*paid.shape[:2], most * self.width), -torch.inf)
         windows = windows.scatter_(2, slot, paid).unflatten(2, (-1, self.width))
         best = windows.topk(max(1, self.width // 2) if self.strategy == "max" else self.width).values
-        there = best.isfinite()
-        means = best.masked_fill(~there, 0.0).sum(-1) / there.sum(-1).clamp(min=1)
+        finite = best.isfinite()
+        means = best.masked_fill(~finite, 0.0).sum(-1) / finite.sum(-1).clamp(min=1)
         score = means.mean(1).gather(1, number)
         score = score.masked_fill(own, torch.inf).masked_fill(~keys.valid, -torch.inf)
         return score[:, None].expand(keys.keys.shape[:3])

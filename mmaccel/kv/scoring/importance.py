@@ -67,16 +67,16 @@ def share_seen(attention: LayerAttention, rows: Tensor, threshold: float) -> Ten
 def entropy(attention: LayerAttention) -> Tensor:
     """``[B]`` float32: the entropy of the attention paid by each query, in nats, mean over queries and heads."""
     shared, visible = attention.shared_pass, attention.visible
-    found = None if shared is None or shared.query is not attention.query else shared.found
-    if found is None or found.nats is None:
-        found = importance_pass(attention.query, attention.key, attention.scaling, visible=visible, entropy=True)
-    assert found.nats is not None
+    result = None if shared is None or shared.query is not attention.query else shared.found
+    if result is None or result.nats is None:
+        result = importance_pass(attention.query, attention.key, attention.scaling, visible=visible, entropy=True)
+    assert result.nats is not None
     batch, heads, queries, _ = attention.query.shape
     if visible is None:
-        return (found.nats / max(1, heads * queries)).float()
+        return (result.nats / max(1, heads * queries)).float()
     # queries of padding attend to nothing
     rows = visible.any(-1).sum((1, 2)) * (heads // visible.shape[1])
-    return (found.nats / rows.clamp(min=1)).float()
+    return (result.nats / rows.clamp(min=1)).float()
 
 
 def by_group(figures: Tensor, heads: int, join: Join = "mean") -> Tensor:
@@ -85,13 +85,13 @@ def by_group(figures: Tensor, heads: int, join: Join = "mean") -> Tensor:
     return grouped.amax(2) if join == "max" else grouped.sum(2) if join == "sum" else grouped.mean(2)
 
 
-def expected_queries(queries: Tensor, there: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+def expected_queries(queries: Tensor, valid: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
     """Mean ``[B, Hq, D]`` and covariance ``[B, Hq, D, D]``, float32, of queries at future positions.
 
-    queries : ``[B, S, Hq, D]``, before RoPE. there : ``[B, S]`` bool, the queries that count.
+    queries : ``[B, S, Hq, D]``, before RoPE. valid : ``[B, S]`` bool, the queries that count.
     rotation : see :func:`mean_rotation`.
     """
-    weight = there[:, :, None, None].float()
+    weight = valid[:, :, None, None].float()
     count = weight.sum(1).clamp(min=1)
     mean = (queries.float() * weight).sum(1) / count
     off = (queries.float() - mean[:, None]) * weight
@@ -110,10 +110,10 @@ def mean_rotation(cos: Tensor, sin: Tensor) -> Tensor:
     return rotation[:, None]
 
 
-def energy(queries: Tensor, there: Tensor, heads: int) -> Tensor:
-    """``[B, Hkv, D]`` float32: the mean square of every channel of ``queries [B, Hq, W, D]``, over those in ``there [B, W]``
+def energy(queries: Tensor, valid: Tensor, heads: int) -> Tensor:
+    """``[B, Hkv, D]`` float32: the mean square of every channel of ``queries [B, Hq, W, D]``, over those in ``valid [B, W]``
     bool and over the query heads of each of ``heads`` key heads."""
-    weight = there[:, None, :, None].float()
+    weight = valid[:, None, :, None].float()
     mean = (queries.float() ** 2 * weight).sum(2) / weight.sum(2).clamp(min=1)
     return by_group(mean, heads)
 
