@@ -1,14 +1,11 @@
 """HoliTom, inside the language model: tokens that FastV's ranking would drop are merged into the nearest kept token."""
 
 import torch
-from mmaccel_kernels.copies import first_copies
-from mmaccel_kernels.matching import most_alike
 from torch import Tensor
-from torch.nn.functional import normalize
 
-from ..core.masks import leftmost
 from ..core.reduction import Links, Reduction, top_mask
 from ..method import Grid, LayerMethod, TokenBatch, register
+from ..method.blocks import nearest_kept
 
 
 @register
@@ -57,15 +54,6 @@ class HoliTomInner(LayerMethod):
         if not bool(flows.any()):
             return Reduction(kept, tokens.valid)
         return Reduction(kept, tokens.valid, _halving(nearest_kept(tokens.features, kept), kept, flows))
-
-
-def nearest_kept(features: Tensor, kept: Tensor) -> Tensor:
-    """``[N, n]`` long: for every slot of ``features [N, n, D]`` the kept slot, of ``kept [N, n]``, of largest cosine."""
-    x = normalize(features.float(), dim=-1)
-    # only kept tokens are candidates; what fills up short rows cannot win
-    slots, held = leftmost(kept)
-    every = torch.arange(kept.shape[1], device=x.device).expand_as(kept)
-    return slots.gather(1, most_alike(x, every, slots, held, first=first_copies(x))[1])
 
 
 def _halving(target: Tensor, kept: Tensor, flows: Tensor) -> Links:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ..method import Grid, LayerAttention, LayerMethod, Ranking, Tap, register
+from ..method import LayerAttention, LayerMethod, Ranking, Tap, register
 
 
 @register
@@ -28,16 +28,13 @@ class VFlowOptInner(Ranking, LayerMethod):
     name = "vflowopt-inner"
     summary = "tokens by attention received in the tower, from layer 9 on"
     paper = "arXiv 2508.05211"
+    official_rounding = "dropped half even"
     ranks_by = "received_attention"
 
     layer: float = 9
 
     def taps(self) -> tuple[Tap, ...]:
         return (Tap("received_attention"),)
-
-    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
-        """The program rounds the number it drops half to even."""
-        return size - round(size * (1 - retain))
 
     def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         return {}

@@ -2,13 +2,12 @@
 
 import torch
 from mmaccel_kernels.copies import first_copies, of_first
-from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..core.masks import leftmost
 from ..core.reduction import Reduction, top_mask
 from ..method import QuestionGuided, TokenBatch, register
+from ..method.blocks import nearest_kept
 from ..method.question import question_words
 
 #: steps in which the number of tokens falls, each by the same factor
@@ -73,12 +72,7 @@ class QGVTC(QuestionGuided):
 
     def step(self, space: Tensor, relevance: Tensor, here: Tensor, kept: Tensor) -> Reduction:
         """The tokens ``here [N, n]`` of ``space [N, n, d]`` flow into those that are ``kept [N, n]``."""
-        at, held = leftmost(kept)
-        if not at.shape[1]:
-            return Reduction(kept, here)
-        x = normalize(space.float().masked_fill(~here[..., None], 0.0), dim=-1)
         slots = torch.arange(here.shape[1], device=here.device).expand_as(here)
-        into = at.gather(1, most_alike(x, slots, at, held, first=first_copies(x))[1])
-        into = torch.where(kept, slots, into).masked_fill(~kept.any(1, keepdim=True), -1)
+        into = torch.where(kept, slots, nearest_kept(space, kept, here)).masked_fill(~kept.any(1, keepdim=True), -1)
         weight = ((relevance - relevance.amax(1, keepdim=True)) / self.temperature).exp()
         return Reduction.merge(into, here, weight.clamp(min=torch.finfo(torch.float32).tiny))

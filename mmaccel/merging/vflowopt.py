@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..core.masks import ranks, resorted
 from ..core.reduction import Reduction, top_mask
-from ..method import Grid, ProjectorMethod, Tap, TokenBatch, register
+from ..method import ProjectorMethod, Tap, TokenBatch, register
 
 
 @register
@@ -40,6 +40,7 @@ class VFlowOptMerge(ProjectorMethod):
     name = "vflowopt-merge"
     summary = "tokens by attention received in the tower, what is dropped of a cell recycled as one"
     paper = "arXiv 2508.05211"
+    official_rounding = "dropped half even"
     unit = "picture"
     limits = {"cell": "(0, inf)"}
 
@@ -47,10 +48,6 @@ class VFlowOptMerge(ProjectorMethod):
 
     def taps(self) -> tuple[Tap, ...]:
         return (Tap("received_attention"),)
-
-    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
-        """The program rounds the number it drops half to even."""
-        return size - round(size * (1 - retain))
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``received_attention [N, n]``, ``cells``, ``segment``, ``count [N]`` -> the best tokens, and one of every cell."""

@@ -3,14 +3,12 @@
 from typing import Literal
 
 import torch
-from mmaccel_kernels.copies import first_copies
-from mmaccel_kernels.matching import most_alike
 from torch import Tensor
-from torch.nn.functional import normalize
 
-from ..core.masks import even_in_groups, leftmost
+from ..core.masks import even_in_groups
 from ..core.reduction import Reduction, top_mask
 from ..method import ProjectorMethod, TokenBatch, register
+from ..method.blocks import nearest_kept
 from .everest import moved
 from .film import Film, spare
 
@@ -49,10 +47,7 @@ class Vtm(ProjectorMethod):
         extra = spare(tokens.valid & ~here, count - here.sum(1))
         chosen = self._chosen(tokens, count)
         slot = torch.arange(here.shape[1], device=here.device).expand_as(here)
-        to, held = leftmost(chosen)
-        unit = normalize(tokens.features.float().masked_fill(~here[..., None], 0.0), dim=-1)
-        place = most_alike(unit, slot, to, held, first=first_copies(unit))[1]
-        into = to.gather(1, place) if to.shape[1] else slot
+        into = nearest_kept(tokens.features, chosen, here)
         flows = here & ~chosen & chosen.any(1, keepdim=True)
         return Reduction.merge(torch.where(chosen | extra, slot, torch.where(flows, into, -1)), tokens.valid)
 

@@ -129,7 +129,7 @@ class Method(ABC):
     #: the default ``retain`` of the recipe that consists of this method alone
     default_retain: ClassVar[float | None] = 0.25
     #: how the authors' program rounds the number of tokens that it keeps, where it is a ratio
-    official_rounding: ClassVar[Literal["half up", "down", "half even"]] = "half up"
+    official_rounding: ClassVar[Literal["half up", "down", "half even", "dropped half even"]] = "half up"
     #: sites that no other method of a recipe may work at, and why
     excludes: ClassVar[Mapping[str, str]] = {}
     #: whether a recipe with this method may weigh tokens by what was merged into them (``proportional``)
@@ -230,6 +230,8 @@ class Method(ABC):
         """
         if self.official_rounding == "half up":
             return resolve(retain, size)
+        if self.official_rounding == "dropped half even":
+            return size - round(size * (1 - retain))
         return int(retain * size) if self.official_rounding == "down" else round(retain * size)
 
     def require_cls(self, family: TowerFacts, remedy: str) -> None:

@@ -5,9 +5,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from mmaccel_kernels.copies import first_copies
+from mmaccel_kernels.matching import most_alike
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from ..core.masks import question
+from ..core.masks import leftmost, question
 from .layers import LayerAttention
 from .tokens import TokenBatch
 
@@ -93,6 +96,18 @@ def cosine_of(x: Tensor, y: Tensor) -> Tensor:
     # the three sums add in the same order, and sqrt(a a) is a
     square = ((x * x).sum(-1) * (y * y).sum(-1)).clamp(min=torch.finfo(x.dtype).tiny)
     return (x * y).sum(-1) / square.sqrt()
+
+
+def nearest_kept(features: Tensor, kept: Tensor, valid: Tensor | None = None) -> Tensor:
+    """``[N, n]`` long: for every slot of ``features [N, n, D]`` the slot ``kept [N, n]`` of largest cosine, the lower on a tie;
+    its own in a row that keeps none. Slots that are not ``valid [N, n]`` count as zero."""
+    x = features.float() if valid is None else features.float().masked_fill(~valid[..., None], 0.0)
+    x, every = normalize(x, dim=-1), torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
+    # only kept tokens are candidates; slots that fill up short rows cannot win
+    slots, held = leftmost(kept)
+    if not slots.shape[1]:
+        return every
+    return slots.gather(1, most_alike(x, every, slots, held, first=first_copies(x))[1])
 
 
 def frame_numbers(tokens: TokenBatch) -> Tensor:

@@ -3,14 +3,11 @@
 from typing import Literal
 
 import torch
-from mmaccel_kernels.copies import first_copies
-from mmaccel_kernels.matching import most_alike
 from torch import Tensor
-from torch.nn.functional import normalize
 
-from ..core.masks import leftmost
 from ..core.reduction import Links, Reduction, top_mask
 from ..method import AttentionGuided, Tap, TokenBatch, register
+from ..method.blocks import nearest_kept
 from ._shared import filled, part_of
 
 
@@ -64,14 +61,10 @@ class VisionZip(AttentionGuided):
         if not bool(member.any()):
             return Reduction(kept, valid)
 
-        key = normalize(tokens.signals["keys"][:, 0].float().masked_fill(~seen[..., None], 0.0), dim=-1)
-        slots = torch.arange(valid.shape[1], device=valid.device).expand_as(valid)
-        at, held = leftmost(target)
-        into = at.gather(1, most_alike(key, slots, at, held, first=first_copies(key))[1])
-
+        into = nearest_kept(tokens.signals["keys"][:, 0], target, seen)
         batch, source = member.nonzero(as_tuple=True)
         slot = into[batch, source]
-        members = torch.zeros_like(slots).scatter_add_(1, into, member.long())
+        members = torch.zeros_like(into).scatter_add_(1, into, member.long())
         home, self_ = (target & (members > 0)).nonzero(as_tuple=True)
         extra = int(self.weights == "mean")
         weight = 1.0 / torch.cat([members[batch, slot] + extra, members[home, self_] * extra + 1]).float()

@@ -21,14 +21,14 @@ from mmaccel.core.reduction import Reduction
 from mmaccel.layers.aim import AimPageRank
 from mmaccel.layers.fastkv import FastKVTokens
 from mmaccel.layers.framefusion import FrameFusion, merge_runs, sparsity_needed
-from mmaccel.layers.holitom import HoliTomInner, nearest_kept
+from mmaccel.layers.holitom import HoliTomInner
 from mmaccel.layers.mustdrop import MustDropFilter
 from mmaccel.layers.promptdistill import PromptDistill
 from mmaccel.layers.prunevid import PruneVidSelect
 from mmaccel.layers.sparsevlm import SparseVLM
 from mmaccel.layers.zipvl import ZipVL
 from mmaccel.method import LayerAttention, LayerMethod, Tap, TokenBatch, blocks
-from mmaccel.method.blocks import upto
+from mmaccel.method.blocks import nearest_kept, upto
 from mmaccel.pruning.flexselect import FlexSelect
 from mmaccel.pruning.gemfilter import GemFilter
 

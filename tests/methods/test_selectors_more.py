@@ -25,7 +25,7 @@ from mmaccel.method import LayerAttention, TokenBatch
 from mmaccel.pruning.fastervlm import FasterVLM
 from mmaccel.pruning.hiprune import HiPrune
 from mmaccel.pruning.representation_shift import RepresentationShift
-from mmaccel.pruning.tokencorr import TokenCorr, alike
+from mmaccel.pruning.tokencorr import TokenCorr, count_similar
 from mmaccel.pruning.visiontrim import VisionTrim, complements
 from mmaccel.runtime.tower.taps import received_attention
 
@@ -303,7 +303,7 @@ def test_tokencorr_keeps_as_many_as_do_not_repeat_others() -> None:
     attention = torch.stack([torch.arange(8).flip(0), torch.arange(8)]).float()
     tokens = one_unit(torch.zeros(8, 1), cls_attention=attention, keys=key[None])
     method = TokenCorr(query="cls", similarity=0.99, counterparts=1 / 8)
-    assert alike(key[None], tokens.valid, 0.99).tolist() == [[2, 2, 2, 1, 1, 0, 0, 0]]
+    assert count_similar(key[None], tokens.valid, 0.99).tolist() == [[2, 2, 2, 1, 1, 0, 0, 0]]
     # five stay: two by late attention, three by early
     assert kept(method, tokens, 8) == [0, 1, 2, 6, 7]
     assert kept(replace(method, late=1.0), tokens, 8) == [3, 4, 5, 6, 7]
