@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 from ..core.reduction import Reduction
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
-from .film import equal_parts, share, spare
+from .film import equal_parts, newline_targets, share
 
 
 @register
@@ -44,9 +44,7 @@ class AimMerge(ProjectorMethod):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``count [N]`` -> the token of its frame that each flows into."""
-        here, count = tokens.celled, count.to(tokens.valid.device)
-        extra = spare(tokens.valid & ~here, count - here.sum(1))
-        target = torch.where(extra, torch.arange(here.shape[1], device=here.device), -1)
+        here, count, target = newline_targets(tokens, count)
         weight = torch.ones(here.shape, device=here.device)
         part, kept = share(frame_numbers(tokens), count)
         for rows, slots, keep in equal_parts(part, kept):

@@ -11,7 +11,7 @@ from ..core.masks import group_sizes
 from ..core.reduction import Reduction
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
-from .film import equal_parts, share, spare
+from .film import equal_parts, newline_targets, share
 
 #: the most tokens that are clustered together; all their pairs are in memory at once
 MOST = 4096
@@ -57,9 +57,7 @@ class CenterClip(ProjectorMethod):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``count [N]`` -> the medoids, or the means of their clusters at their slots."""
-        here, count = tokens.celled, count.to(tokens.valid.device)
-        slot = torch.arange(here.shape[1], device=here.device).expand_as(here)
-        target = torch.where(spare(tokens.valid & ~here, count - here.sum(1)), slot, -1)
+        here, count, target = newline_targets(tokens, count)
         number = frame_numbers(tokens)
         clip = tokens.grid[:, :1].to(here.device) > 1
         part, kept = share(cut(torch.where(clip & (number >= 0), number // self.frames, number)), count)

@@ -178,6 +178,14 @@ def equal_parts(part: Tensor, kept: Tensor, pairs: bool = True) -> Iterator[tupl
             yield rows, order[rows, slots], k
 
 
+def newline_targets(tokens: TokenBatch, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens that have a cell, ``[N, n]`` bool; ``count [N]`` on their device; and ``[N, n]`` long, the own slot of those
+    without a cell (newlines) that the budget has room for beside them, -1 for all others."""
+    celled, count = tokens.celled, count.to(tokens.valid.device)
+    extra = spare(tokens.valid & ~celled, count - celled.sum(1))
+    return celled, count, torch.where(extra, torch.arange(celled.shape[1], device=celled.device), -1)
+
+
 def spare(others: Tensor, count: Tensor) -> Tensor:
     """``[N, n]`` bool: the first ``count [N]`` (0 if negative) of ``others [N, n]``."""
     return others & (others.cumsum(1) <= count[:, None])

@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 from ..core.reduction import Reduction, segment_sum
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import BLOCK, cosine_of, frame_numbers
-from .film import spare
+from .film import newline_targets
 
 #: what is left of the worth of a token whose copy was picked; nearer tokens differ by little more than rounding
 _LEAST = 1e-4
@@ -52,9 +52,7 @@ class KiToke(ProjectorMethod):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``count [N]`` -> the pick that each token flows into."""
-        here, count = tokens.celled, count.to(tokens.valid.device)
-        extra = spare(tokens.valid & ~here, count - here.sum(1))
-        target = torch.where(extra, torch.arange(here.shape[1], device=here.device), -1)
+        here, count, target = newline_targets(tokens, count)
         weight, number = torch.ones(here.shape, device=here.device), frame_numbers(tokens)
         rows = zip(count.tolist(), here.sum(1).tolist(), tokens.grid[:, 0].tolist(), strict=True)
         for row, (wanted, size, frames) in enumerate(rows):

@@ -9,7 +9,7 @@ from ..core.reduction import Reduction
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
 from .aim import halvings, merge_in_rounds
-from .film import equal_parts, share, spare
+from .film import equal_parts, newline_targets, share
 
 
 @register
@@ -51,9 +51,7 @@ class LongVlm(ProjectorMethod):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``count [N]`` -> the token of its segment that each flows into."""
-        here, count = tokens.celled, count.to(tokens.valid.device)
-        extra = spare(tokens.valid & ~here, count - here.sum(1))
-        target = torch.where(extra, torch.arange(here.shape[1], device=here.device), -1)
+        here, count, target = newline_targets(tokens, count)
         number, clip = frame_numbers(tokens), tokens.grid[:, :1].to(here.device) > 1
         part, kept = share(torch.where(clip & (number >= 0), number // self.frames, number), count)
         heads = gcd(self.heads, tokens.features.shape[2])

@@ -13,7 +13,7 @@ from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
 from .aim import halvings
-from .film import equal_parts, share, spare
+from .film import equal_parts, newline_targets, share
 
 
 @register
@@ -58,9 +58,7 @@ class TempMe(ProjectorMethod):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``count [N]`` -> the token of its clip that each flows into."""
-        here, count = tokens.celled, count.to(tokens.valid.device)
-        extra = spare(tokens.valid & ~here, count - here.sum(1))
-        target = torch.where(extra, torch.arange(here.shape[1], device=here.device), -1)
+        here, count, target = newline_targets(tokens, count)
         number, moving = frame_numbers(tokens), tokens.grid[:, :1].to(here.device) > 1
         part, kept = share(torch.where(moving & (number >= 0), number // prod(self.joins), number), count)
         size = self.sizes(tokens)
