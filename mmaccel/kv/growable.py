@@ -12,9 +12,8 @@ def append(stored: Tensor, new: Tensor, dim: int, expected_new_tokens: int | Non
     """``torch.cat([stored, new], dim)``, written behind ``stored`` where there is room; else copied, with room behind it for
     some more, ``expected_new_tokens`` at most where that is known.
 
-    What comes back is a view of a larger tensor, and the only one that may be appended to in place: nothing that ``stored``,
-    or any other view, shows is ever changed. Whoever appends to ``stored`` once more gets a copy. With gradients nothing is
-    written in place.
+    Returns a view of a larger tensor, the only one that may be appended to in place: nothing that ``stored`` or another view
+    shows changes. Appending to ``stored`` once more copies, and so does appending with gradients.
     """
     dim %= new.dim()
     if torch.is_grad_enabled() or not _same_but_length(stored, new, dim):

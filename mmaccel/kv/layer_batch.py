@@ -38,8 +38,7 @@ Asking = Generator[Sequence[Tensor], Sequence[Tensor], None]
 
 
 class InStep:
-    """Parts of some work that run side by side: the host waits once for what all of them ask for, then once for what they ask
-    for next, however many they are."""
+    """Parts of some work that run in step: the host waits once for all tensors that they need, then once for the next."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Asking, Sequence[Tensor]]] = []
@@ -70,10 +69,9 @@ def size(layer: QuantisedLayer) -> int:
 
 
 class LayerBatch:
-    """Layers on one device whose keys have one type, and that hold as many heads; a layer with packed keys comes alone.
+    """Layers on one device with keys of one dtype and as many heads; a layer with packed keys is a batch of its own.
 
-    rows : of each layer. ``R``, rows of all layers, one layer after the other. width : slots of the longest layer; short ones
-        end in padding.
+    rows : of each layer; ``R`` is the rows of all layers. width : slots of the longest layer; short ones end in padding.
     """
 
     def __init__(self, layers: Sequence[QuantisedLayer]) -> None:

@@ -58,8 +58,7 @@ def merge(
     arXiv 2406.18139 (the first three); *D2O*, ICLR 2025, arXiv 2406.13035 (``ema``); *Efficient Inference of Vision
     Instruction-Following Models with Elastic Cache*, ECCV 2024, arXiv 2407.18121 (``nearest``).
 
-    keys, values : ``[B, H, K, D]``.
-    kept, gone : ``[B, H, K]`` bool; slots that are neither take no part.
+    keys, values : ``[B, H, K, D]``. kept, gone : ``[B, H, K]`` bool; slots that are neither take no part.
     threshold : ``[B, H]``, the bar of the last call of ``ema``; NaN for heads that had no call.
     renewed : whether ``threshold`` may be NaN anywhere.
     by_rank : the bar is tested on the mean over heads of the n-th evicted key of each, as in the authors' programs, where

@@ -19,9 +19,7 @@ def states_of(layer: LinearAttentionLayer) -> list[Tensor]:
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """The states of one layer with linear attention, beside the layers of a kept cache. They are as large behind a hundred
-    tokens as behind one, and what a token has added to them cannot be told apart any more.
-    """
+    """The states of one layer with linear attention, of a fixed size; what a token has added to them cannot be removed."""
 
     def take(self, layer: LinearAttentionLayer) -> None:
         """Go on with the states of a layer of a bare model's cache."""

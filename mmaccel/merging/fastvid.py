@@ -88,11 +88,8 @@ class FastVID(AttentionGuided):
         return (x * valid[..., None]).sum(1) / valid.sum(1).clamp(min=1)[:, None]
 
     def clip(self, x: Tensor, attention: Tensor, valid: Tensor, count: int) -> Flat:
-        """The links of one clip in cells ``t P + p``.
-
-        x, attention, valid : ``[T, P, D]``, ``[T, P]``, and ``[T, P]`` bool, False for cells without a token.
-        count : how many tokens may stay.
-        """
+        """The links of one clip ``x [T, P, D]``, ``attention [T, P]``, ``valid [T, P]`` bool (cells with a token), of which
+        ``count`` may stay; cells are numbered ``t P + p``."""
         x, size = x.float(), valid.sum(1)
         each = count * size // size.sum()
         if not bool(each.any()):

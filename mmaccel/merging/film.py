@@ -90,11 +90,9 @@ class Clip:
 
 
 def by_clip(tokens: TokenBatch, count: Tensor, links: Callable[[Clip], Flat]) -> Reduction:
-    """A reduction made unit by unit, on the host.
+    """A reduction made unit by unit, on the host; ``links`` of a clip number slots and sources ``t P + p``.
 
     A unit whose budget ``count [N]`` holds all its tokens, or that has no cells, keeps its first tokens as they are.
-
-    links : the links of a clip; slots and sources are numbered ``t P + p``.
     """
     film, here = Film.of(tokens), tokens.celled
     parts: list[tuple[Tensor, ...]] = []

@@ -81,11 +81,8 @@ class HoliTomMerge(ProjectorMethod):
         return by_clip(tokens, count, links)
 
     def clip(self, x: Tensor, attention: Tensor, valid: Tensor, retain: float) -> Flat:
-        """The links of one clip in cells ``t P + p``.
-
-        x, attention, valid : ``[T, P, D]``, ``[T, P]``, and ``[T, P]`` bool, False for cells without a token.
-        retain : share of the tokens to keep.
-        """
+        """The links of one clip ``x [T, P, D]``, ``attention [T, P]``, ``valid [T, P]`` bool (cells with a token), of which the
+        share ``retain`` may stay; cells are numbered ``t P + p``."""
         x, places = x.float(), x.shape[1]
         similar = (cosine_similarity(x[:-1], x[1:], dim=-1) > self.tau) & valid[:-1] & valid[1:]
         segments, saved = static_segments(similar, self.longest)

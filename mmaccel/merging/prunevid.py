@@ -65,11 +65,8 @@ class PruneVidMerge(ProjectorMethod):
         return by_clip(tokens, count, links)
 
     def clip(self, x: Tensor, valid: Tensor, retain: float) -> Tensor:
-        """``[T, P]`` long: the cell ``t P + p`` that each token of a clip flows into.
-
-        x, valid : ``[T, P, D]``, and ``[T, P]`` bool, False for cells without a token.
-        retain : share of every part that clustering keeps.
-        """
+        """``[T, P]`` long: the cell ``t P + p`` that each token of a clip ``x [T, P, D]``, ``valid [T, P]`` bool (cells with a
+        token), flows into, where clustering keeps the share ``retain`` of every part."""
         x, (frames, places) = x.float(), valid.shape
         mean = (x * valid[..., None]).sum(1) / valid.sum(1, keepdim=True).clamp(min=1)
         label = self._clusters(mean, max(1, int(frames * self.scenes)))

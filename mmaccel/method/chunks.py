@@ -15,26 +15,24 @@ from .tokens import TokenMethod
 class ChunkMethod(TokenMethod):
     """A method that drops visual tokens of a prompt's chunks before neighbouring chunks join.
 
-    All between the first visual token of a prompt and its last is cut into runs of equal length. Each of them goes through the
-    lower layers with a copy of all text before and behind, at positions as if nothing else stood between the two, so that
-    those of different chunks overlap; where positions have several axes, time begins anew, and rows and columns of a picture
-    or frame go on. At the input of some layers every second chunk joins the one before it: copies of text become one, the mean
-    of both, and so do their keys and values in all layers below; the runs stand one behind the other. Before it joins, a chunk
-    drops the visual tokens that :meth:`reduce` leaves out, with their keys and values. When all have joined, the layers above
-    read what is left as one prompt, and what follows goes on behind the positions of its last text.
+    The prompt from its first to its last visual token is cut into chunks of equal length. Each goes through the lower layers
+    with a copy of all text before and behind, at positions as if nothing else were between the two, so that positions of chunks
+    overlap; where positions have several axes, time begins anew, and rows and columns go on. At the input of some layers every
+    second chunk joins the one before it: copies of text become their mean, and so do their keys and values in all layers
+    below. Before it joins, a chunk drops the visual tokens that :meth:`reduce` leaves out, with their keys and values. When all
+    have joined, the layers above read what is left as one prompt.
 
-    ``tokens.signals`` has what :meth:`observe` returned, of the tokens that a chunk has of each picture; the picture's budget
-    is ``n``. Of two chunks that join the right one keeps ``n / 2`` of it, rounded down, and the left one the rest, or more
-    where the other has fewer.
+    ``tokens.signals`` has what :meth:`observe` returned for the tokens that a chunk has of each picture, whose budget is ``n``.
+    Of two chunks that join the right one keeps ``n / 2``, rounded down, and the left one the rest, or more where the
+    other has fewer.
 
-    A tree has as many chunks as ``n`` fits into what there is, rounded up to a power of two, or twice as many and again, until
-    none has more than ``length`` tokens, and, for a prompt beyond the model's positions, none is longer than half of these; it
-    has fewer where layers are not enough. A chunk without a neighbour waits for the next level.
+    The number of chunks is the tokens divided by ``n``, rounded up to a power of two, and doubled until no chunk has more than
+    ``length`` tokens or, for a prompt beyond the model's positions, is longer than half of these; there are fewer where layers
+    are not enough. A chunk without a neighbour waits for the next level.
 
-    ``layer`` is counted from 0: those below it belong to the chunks as they were cut. The layers from there on are shared out
-    equally over the levels of the tree, whole layers each, and the rest goes to the lowest level too; a float is a share of
-    the depth, rounded half up and moved to where two levels have a layer. Layers that add DeepStack features are below all
-    joins.
+    Layers below ``layer``, counted from 0, read the chunks as they were cut. The others are shared out equally over the levels
+    of the tree, the rest to the lowest; a float is a share of the depth, rounded half up and moved to where two levels have a
+    layer. Layers that add DeepStack features are below all joins.
     """
 
     site = "layers"

@@ -33,8 +33,8 @@ class Drafted(Method):
 class DraftMethod(Drafted, ProjectorMethod):
     """A method that sees the attention of a draft, which reads the prompt first and writes ``lookahead - 1`` tokens.
 
-    What :meth:`see` makes of every layer is joined over layers (:attr:`joined`), and what :meth:`finalize` makes of all steps
-    reaches :meth:`reduce` as ``tokens.signals["draft_match"]``. Keys of earlier turns take no part.
+    The scores of :meth:`see` are joined over layers (:attr:`joined`), and the result of :meth:`finalize` over all steps reaches
+    :meth:`reduce` as ``tokens.signals["draft_match"]``. Keys of earlier turns take no part.
     """
 
     unit = "picture"
@@ -68,8 +68,8 @@ class DraftMethod(Drafted, ProjectorMethod):
 class DraftPolicy(Drafted, Policy):
     """A cache policy that scores the keys of a prompt by the queries of a text that a draft has written.
 
-    The model reads the ``lookahead`` tokens that the draft writes when the prompt is over, once and without storing them:
-    :meth:`score` is shown their queries behind those of the prompt's window, and their keys behind those of the prompt, whose
-    scores are not looked at. A row whose draft ends its answer has fewer (``places`` and ``index`` of -1). Keys of all
-    layers wait for the end of the forward.
+    At the end of the prompt the model reads the ``lookahead`` tokens of the draft once, without storing them: :meth:`score`
+    gets their queries behind those of the prompt's window, and their keys, whose scores are ignored, behind those of the
+    prompt. A row whose draft ends its answer has fewer (``places`` and ``index`` of -1). Keys of all layers wait for the end
+    of the forward.
     """

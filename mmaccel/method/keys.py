@@ -17,10 +17,9 @@ from .registry import get_method
 
 @dataclass(frozen=True)
 class KeyBatch(Layerwise):
-    """The keys of one layer or of several, at the end of prefill or while decoding. All queries and keys are post-RoPE.
+    """The keys of one layer, or of several as rows of one batch, at the end of prefill or while decoding, post-RoPE.
 
-    The rows of several layers are rows of one batch; while decoding, where heads store different keys, every (row, KV head) is
-    a row of its own.
+    While decoding, where heads store different keys, every (row, KV head) is a row of its own.
 
     keys, values : ``[B, Hkv, K, D]``.
     queries : ``[B, Hq, W, D]``, the last ``W = min(window, new tokens)`` queries; while decoding the most recent ones.
@@ -123,12 +122,10 @@ class CacheOptions(Method):
         (D2O) and ``blend`` merge them into the kept key of largest cosine; ``nearest`` into the nearest in the sequence
         (Elastic Cache).
     every : 0 compacts at the end of prefill only; n also after every n decode steps, back to the size that prefill left. Each
-        time all that is stored is moved, so that a step costs less the larger n is: from 16 on next to nothing. Up to n - 1
-        keys more than the budget are stored in between. Recipes after papers that evict at every step take 16; ``every=1`` is
-        what the papers do. On descriptions of 30 words of 20 pictures by the small LLaVA 16 kept as much of the answer: the
-        divergence was 2.79 nats where it was 3.49 with ``h2o-decode``, 3.24 and 3.57 with ``d2o``, 3.82 and 3.91 with
-        ``streaming-llm-decode``, 1.09 and 1.08 with ``elastic-cache-decode``; by the small Qwen2.5-VL, in the same order, 0.74
-        and 0.77, 0.56 and 0.61, 0.91 and 0.96, 0.56 and 0.57. The cache was 2 to 8 % of the full one larger.
+        time everything stored is moved, so that a larger n costs less a step: from 16 on next to nothing. Up to n - 1 keys
+        more than the budget are stored in between. The papers evict at every step (``every=1``), our recipes of them every 16,
+        which kept as much of 20 descriptions by the small LLaVA and Qwen2.5-VL: the divergence was 2.79 in place of 3.49 nats
+        with ``h2o-decode`` and LLaVA, and at most 0.01 more in the other cases, with a cache 2 to 8 % of the full one larger.
     cap : keys that each head of a layer may hold, over all turns, instead of what prefill left; 0 for no cap.
     growth : keys by which that limit grows with every decoded token.
     chunk : number of neighbouring keys that stay or go together, as in ChunkKV, arXiv 2502.00299 (10 there): all have the mean
@@ -143,9 +140,9 @@ class CacheOptions(Method):
     steps, ``sparsity`` and ``entropy`` clipped and truncated, ``prefix`` by a search that stops within 5 keys, ``adaptive``
     with a truncated uniform share; bars for merging are means over heads.
 
-    Keys that always stay are taken out of the budget first, so the budget still holds. While decoding, visual keys make room
-    for new ones, and text keys only where text has a budget (``text_retain`` or ``joint``): without one a long answer outgrows
-    ``every`` and ``cap`` once no visual key is left.
+    Keys that always stay are taken out of the budget first, so the budget still holds. While decoding, text keys are evicted
+    only where text has a budget (``text_retain`` or ``joint``): without one a long answer outgrows ``every`` and ``cap`` once
+    no visual key is left.
     """
 
     limits = {

@@ -15,12 +15,12 @@ from .tokens import ProjectorMethod
 class PreviewMethod(ProjectorMethod):
     """A method that observes the attention of layer ``layer`` in a first pass through the layers below it.
 
-    The whole prompt runs through layers 0 to ``layer - 1`` without a cache, and of layer ``layer`` queries and keys are made.
-    What :meth:`observe` returns of them reaches :meth:`reduce` as ``tokens.signals``. Then everything starts anew with what is
-    left. Keys of earlier turns take no part in the first pass.
+    The whole prompt runs through layers 0 to ``layer - 1`` without a cache, and layer ``layer`` computes queries and keys. What
+    :meth:`observe` returns for them reaches :meth:`reduce` as ``tokens.signals``. Then the model reads what is left. Keys of
+    earlier turns take no part in the first pass.
 
-    ``layer`` is counted from 0; a float is a share of the model's depth, rounded half up, and in a shallow model the last. In a
-    model of which only some layers attend it is the nearest of these, the lower of two.
+    ``layer`` is counted from 0; a float is a share of the depth, rounded half up. Where only some layers have attention it is
+    the nearest of these, the lower of two.
     """
 
     unit = "picture"

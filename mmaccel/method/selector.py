@@ -1,11 +1,9 @@
-"""Selectors: small networks that score visual tokens as they enter the language model, their files, and the fingerprint
-of their model.
+"""Selectors: small networks that score visual tokens as they enter the language model, their files and fingerprints.
 
-What the runtime needs of a selector is here; ``mmaccel distil`` trains it. The network is a few pre-norm transformer blocks
-over the visual tokens of a picture or clip. What enters are features (normalised, projected to a small width), the place of
-the token in its grid, as sines of (t, row, column), and what a rule thinks of it; a question-aware one also attends to the
-words of the question as the language model embeds them, each together with the word before it. Besides a score it may say of
-every token what is to be added to it when others are dropped: what these showed.
+``mmaccel distil`` trains them. A selector is a few pre-norm transformer blocks over the visual tokens of a picture or clip. Its
+inputs are features (normalised, projected to a small width), the grid cell as sines of (t, row, column), and the score of a
+rule; a question-aware one also attends to the words of the question as the language model embeds them, each together with the
+word before it. Besides a score it may return a residual for every token, added when others are dropped.
 """
 
 from __future__ import annotations
