@@ -97,6 +97,7 @@ def load(
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
     from transformers.utils import logging
 
+    from .adapted import is_adapted, load_adapted
     from .pages import is_pages, load_pages
     from .registry import families
 
@@ -106,6 +107,9 @@ def load(
     remote = {"trust_remote_code": trust_remote_code}
     if is_pages(name) and not Path(name).is_dir():
         model, processor = load_pages(name, dtype=dtype, attn=attn)
+        return model.to(where).eval(), processor
+    if is_adapted(Path(name)):
+        model, processor = load_adapted(Path(name), dtype=dtype, attn=attn)
         return model.to(where).eval(), processor
     try:
         config = AutoConfig.from_pretrained(name, **remote)
