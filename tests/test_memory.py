@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import random_selectors
 import torch
+import zoo
 from transformers import DynamicCache
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -33,7 +34,11 @@ SIDE, TEXT, STEPS = 24, 32, 2
 @pytest.fixture(scope="module")
 def model() -> Any:
     made = build(4, 192, SIDE, "cpu", torch.float32)
-    made.config._name_or_path = str(random_selectors.beside(made))
+    folder = random_selectors.beside(made)
+    # it is its own draft
+    made.save_pretrained(folder / "draft")
+    zoo.processor("llava").save_pretrained(folder / "draft")
+    made.config._name_or_path = str(folder)
     return made
 
 

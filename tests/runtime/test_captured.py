@@ -141,7 +141,8 @@ def test_a_recorded_step_is_replayed(graphs: None, family: str, recipe: str, kin
 PAGES = {"page": 16, "group": 16, "residual": 4, "bits": 4}
 #: by the form of what is packed: a family and its inputs, stages, and how many steps of 100 are ordinary
 PACKED = {
-    "alone": ("llava", "uneven", (("kivi", None, PAGES),), 6),
+    # its two rows pack at steps of their own
+    "alone": ("llava", "uneven", (("kivi", None, PAGES),), 12),
     "heads": ("llava", "image", (("snapkv", 0.5, {"window": 8, "head_budget": "adaptive"}), ("kivi", None, PAGES)), 7),
     "rows": ("llava_next", "uneven", (("snapkv", 0.5, {"window": 8}), ("kivi", None, PAGES)), 7),
     "pictures": ("qwen2_5_vl", "mixed", (("fastv", 0.5, {"layer": 2}), ("kivi", None, PAGES)), 6),
