@@ -396,7 +396,7 @@ def test_selection_in_decode_steps_is_no_part_of_the_first_token():
             stamps.put(None)
     finally:
         pop(call)
-    assert stamps.selection == 1.0 and len(stamps.at) == 3
+    assert stamps.selection == 1.0 and len(stamps.times) == 3
 
 
 def test_other_errors_are_not_swallowed(tiny, monkeypatch):

@@ -86,7 +86,7 @@ def test_the_training_reads_what_the_model_reads(family, video, tmp_path):
         fingerprint, folder = ModelFingerprint.of(family_of(model)), str(tmp_path)
         random_selectors.network(fingerprint.width, residual=True).save(folder, fingerprint, {})
         choice = Choice.of(example, 0.3)
-        scores, residual = choice.told(Selector.load(folder))
+        scores, residual = choice.outputs(Selector.load(folder))
         read = example.narrowed(choice.by(scores), residual)
         small = frozen.states(example, read)
         assert int(read.visual.sum()) == int(choice.count.sum()) < int(example.read.visual.sum())
@@ -123,7 +123,7 @@ def test_attention_is_what_question_and_answer_pay():
     with torch.no_grad():
         out = frozen.text(
             inputs_embeds=read.embeds,
-            attention_mask=read.there.long(),
+            attention_mask=read.real_token.long(),
             position_ids=read.positions,
             output_attentions=True,
             use_cache=False,
@@ -243,9 +243,9 @@ def test_tokens_without_which_answers_change_are_picked_after_trying(trained, mo
     shape = Shape(64, 32, 2, 4, True)
     tried = TrialLearner(frozen, shape, paths, [example], 0.2, 200, tmp_path / "state.pt")
     choice = Choice.of(example, 0.2)
-    assert not choice.by(choice.told(tried.mean)[0])[:, needed].all()
+    assert not choice.by(choice.outputs(tried.mean)[0])[:, needed].all()
     tried.run(None, lambda what, done, of: None)
-    assert choice.by(choice.told(tried.mean)[0])[:, needed].all()
+    assert choice.by(choice.outputs(tried.mean)[0])[:, needed].all()
     assert tried.state.log[-1]["watched"] < tried.state.log[0]["watched"]
 
 

@@ -60,13 +60,8 @@ class Handle:
 
     @classmethod
     def on(cls, model: Any) -> Self | None:
-        """The active handle of ``model``; None on a bare model.
-
-        Raises
-        ------
-        UnsupportedError
-            If ``model`` is a shallow copy, whose modules are those of the accelerated model it was made of.
-        """
+        """The active handle of ``model``; None on a bare model. Raises UnsupportedError if ``model`` is a shallow copy of an
+        accelerated model, which shares its modules."""
         handle = getattr(model, "mmaccel", None)
         if not isinstance(handle, cls) or not handle.attached:
             return None
@@ -116,7 +111,6 @@ class Handle:
             logger.info("%s", note)
 
     def _attach(self) -> None:
-        """Install the hooks, wrappers and attention functions of the plan."""
         raise NotImplementedError
 
     def _hook(self, *handles: Any) -> None:

@@ -28,14 +28,9 @@ def has_axes(model: Any) -> bool:
 
 
 def free_positions(model: Any, recipe: Recipe, inputs: Mapping[str, Any], enough: int) -> int | None:
-    """Number of positions that a prompt leaves for its answer, less than 0 if it is too long itself.
+    """Number of positions that a prompt leaves for its answer, less than 0 if it is too long itself; None if at least
+    ``enough`` are left, or there is no limit (also for ``positions="paper"`` and methods that read a prompt in chunks).
 
-    None if at least ``enough`` are left, or the model has no limit.
-
-    Recipes that give tokens other positions (``positions="paper"``, methods that read a prompt in chunks) have no limit.
-
-    Parameters
-    ----------
     model : not accelerated, or accelerated with any recipe.
     inputs : of ``generate``, with ``input_ids [B, S]``, and ``position_ids`` where the caller knows them.
     """
@@ -55,11 +50,11 @@ def free_positions(model: Any, recipe: Recipe, inputs: Mapping[str, Any], enough
 
 def prompt_positions(model: Any, inputs: Mapping[str, Any]) -> int:
     """Number of positions of the longest row of a prompt; ``inputs`` as for :func:`free_positions`."""
-    places = inputs.get("position_ids")
-    if places is None:
-        places = model._prepare_position_ids_for_generation(inputs["input_ids"], dict(inputs))
+    positions = inputs.get("position_ids")
+    if positions is None:
+        positions = model._prepare_position_ids_for_generation(inputs["input_ids"], dict(inputs))
     # an axis before the three of M-RoPE counts tokens
-    return int((places[-3:] if places.dim() == 3 else places).max()) + 1
+    return int((positions[-3:] if positions.dim() == 3 else positions).max()) + 1
 
 
 def too_long(model: Any, recipe: Recipe, inputs: Mapping[str, Any], longest: int) -> str | None:
@@ -78,9 +73,6 @@ def too_long(model: Any, recipe: Recipe, inputs: Mapping[str, Any], longest: int
 
 
 def check_positions(model: Any, recipe: Recipe, inputs: Mapping[str, Any], longest: int) -> None:
-    """See that a prompt and an answer of ``longest`` tokens fit into the model's positions, see :func:`too_long`.
-
-    Raises MmaccelError if they do not fit.
-    """
+    """Raise MmaccelError if a prompt and an answer of ``longest`` tokens exceed the model's positions, see :func:`too_long`."""
     if (sentence := too_long(model, recipe, inputs, longest)) is not None:
         raise MmaccelError(sentence)

@@ -28,7 +28,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..core.version import __version__
-from ..errors import MmaccelError
+from ..errors import MmaccelError, first_line
 from .shared.options import STDOUT
 
 #: exit status of an error that the user can correct
@@ -62,8 +62,8 @@ _COMPLETE = "_MMACCEL_COMPLETE"
 def commands() -> dict[str, Any]:
     """The module of every subcommand by its name, in the order of the list."""
     names = sorted(one.name for one in iter_modules(__path__) if not one.ispkg and not one.name.startswith("_"))
-    found = {name.replace("_", "-"): import_module(f"{__name__}.{name}") for name in names}
-    return dict(sorted(found.items(), key=lambda item: getattr(item[1], "PLACE", 1000)))
+    modules = {name.replace("_", "-"): import_module(f"{__name__}.{name}") for name in names}
+    return dict(sorted(modules.items(), key=lambda item: getattr(item[1], "PLACE", 1000)))
 
 
 # --------------------------------------------------------------------------------------------------------------- typer
@@ -73,7 +73,6 @@ class _Command(TyperCommand):
     """A subcommand that takes ``--retain 0.5 0.25`` for ``--retain 0.5 --retain 0.25``, and ``--json`` without a file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Spell out the short forms."""
         return super().parse_args(ctx, self._spelled(args))
 
     def _spelled(self, args: list[str]) -> list[str]:
@@ -101,7 +100,6 @@ class _Group(TyperGroup):
     """The list of subcommands, with their whole lines."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write one line for each."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, one.short_help) for name, one in self.commands.items()])
 
@@ -124,8 +122,10 @@ def _spread(run: Callable[..., int]) -> Callable[..., int]:
 
     def call(**given: Any) -> int:
         del given["debug"]  # main looks for it, since an error may come earlier
-        made = {name: kind(**{one.name: given.pop(one.name) for one in fields(kind)}) for name, kind in groups.items()}
-        return run(**made, **given)
+        arguments = {
+            name: kind(**{one.name: given.pop(one.name) for one in fields(kind)}) for name, kind in groups.items()
+        }
+        return run(**arguments, **given)
 
     call.__signature__ = inspect.Signature(spread)  # type: ignore[attr-defined]
     call.__annotations__ = {one.name: one.annotation for one in spread}
@@ -147,7 +147,7 @@ def _about(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Options without a subcommand."""
+    pass
 
 
 def build_app() -> typer.Typer:
@@ -236,5 +236,4 @@ def _explain(error: Exception, called: str) -> tuple[int, str]:
     if isinstance(error, OSError):
         where = "its output" if error.filename is None else repr(os.fspath(error.filename))
         return USAGE, f"cannot use {where} ({error.strerror or error}); correct that and start again."
-    first = (str(error).strip().splitlines() or [""])[0]
-    return 1, f"unexpected {type(error).__name__}: {first} (--debug shows where)"
+    return 1, f"unexpected {type(error).__name__}: {first_line(error)} (--debug shows where)"

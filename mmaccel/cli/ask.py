@@ -131,6 +131,8 @@ def shipped(video: bool = False) -> Path:
 
 #: tokens that are generated before anything is measured
 _WARM_UP = 4
+#: figures of an answer that ``stats()`` counts
+_COUNTED = ("visual_tokens", "visual_tokens_kept", "visual_tokens_per_layer", "kv_bytes")
 
 
 # --------------------------------------------------------------------------------------------------------------- model
@@ -193,6 +195,7 @@ def answer(
 
     from ..accelerate import accelerated
     from ..accelerate.positions import check_positions
+    from ..programs.evaluate import memory_error
     from ..programs.model_lock import TokenTimer
     from ..recipe import get_recipe
 
@@ -201,7 +204,7 @@ def answer(
     cuda = model.device.type == "cuda"
     watch = watch or TokenTimer()
     with torch.no_grad(), accelerated(model, recipe, processor=processor):
-        try:
+        with memory_error("give fewer --frames, a smaller picture, or --dtype bfloat16"):
             # kernels of decode steps are compiled when they first run
             steps = min(longest, _WARM_UP)
             model.generate(**inputs, max_new_tokens=steps, min_new_tokens=steps, do_sample=False)
@@ -218,27 +221,19 @@ def answer(
                 output_logits=True,
             )
             total = time.perf_counter() - begin
-        except torch.OutOfMemoryError as error:
-            raise MmaccelError(
-                "The device ran out of memory; give fewer --frames, a smaller picture, or --dtype bfloat16."
-            ) from error
         stats = model.mmaccel.stats()
         if after is not None:
             after(model, out)
     prompt = inputs["input_ids"].shape[1]
     ids = out.sequences[0, prompt:]
-    first = watch.times[1] - begin
     return Answer(
         answer=processor.tokenizer.decode(ids, skip_special_tokens=True).strip(),
         prompt_tokens=prompt,
-        visual_tokens=stats["visual_tokens"],
-        visual_tokens_kept=stats["visual_tokens_kept"],
-        visual_tokens_per_layer=stats["visual_tokens_per_layer"],
         new_tokens=len(ids),
-        first_token_seconds=first,
+        first_token_seconds=watch.times[1] - begin,
         total_seconds=total,
         tokens_per_second=watch.rate(),
-        kv_bytes=stats["kv_bytes"],
+        **{name: stats[name] for name in _COUNTED},
         peak_memory_bytes=torch.cuda.max_memory_allocated(model.device) if cuda else None,
         stats=stats,
         ids=ids.cpu(),

@@ -111,12 +111,12 @@ def run(
     show(report, output, lambda: bench_report.render(report))
     if plots is not None:
         try:
-            made = bench_report.draw(report, plots)
+            drawn = bench_report.draw(report, plots)
         except MmaccelError as error:
             # figures that took hours are not lost for want of a library
             print(f"No plots: {error}", file=sys.stderr)
         else:
-            print("drawn: " + ", ".join(str(path) for path in made), file=sys.stderr)
+            print("drawn: " + ", ".join(str(path) for path in drawn), file=sys.stderr)
     return 0
 
 
@@ -206,8 +206,8 @@ def _compare(*paths: Path) -> int:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        _ = [(row["workload"], row["recipe"], row["problem"]) for row in found["rows"]]
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _ = [(row["workload"], row["recipe"], row["problem"]) for row in report["rows"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise MmaccelError(f"{str(path)!r} holds no results of mmaccel bench; make them with --json FILE.") from error
-    return found
+    return report

@@ -89,10 +89,10 @@ def run(
         )
     task = measure.Run(asked, which, context.obj, None, split="train", about=ask)
     options = {"out": out, "target": target, "question": not blind, "residual": not select_only, "retain": retain}
-    made = task.call("reading watched questions", distil, **options, steps=steps, minutes=minutes)
-    if before := made.report["steps of earlier runs"]:
+    result = task.call("reading watched questions", distil, **options, steps=steps, minutes=minutes)
+    if before := result.report["steps of earlier runs"]:
         print(f"{before} steps are taken over from {out / 'work' / 'state.pt'}", file=sys.stderr)
-    rows, verdict = report.rows(made), report.verdict(made)
+    rows, verdict = report.rows(result), report.verdict(result)
     text = f"{table(rows, range(1, len(rows[0])))}\n\n{verdict}\nwritten: {out}"
-    tell({"verdict": verdict, **made.report}, output, lambda: text)
+    tell({"verdict": verdict, **result.report}, output, lambda: text)
     return task.finish()

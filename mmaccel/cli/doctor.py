@@ -16,7 +16,7 @@ from importlib import import_module, metadata
 from typing import Any
 
 from ..core import transformers_api
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, first_line
 from .shared.needs import missing
 from .shared.options import Json
 from .shared.text import nbytes, tell, working
@@ -109,12 +109,8 @@ def _transformers(problems: list[str]) -> list[str]:
     return [] if newer is None else [newer]
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def _video() -> dict[str, bool]:
-    """Back ends of :func:`mmaccel.video.decode` in the order in which they are tried, and whether they are usable."""
+    """Whether each back end of :func:`mmaccel.video.decode` is usable, in the order in which they are tried."""
     try:
         from ..video import READERS, usable
     except ImportError:  # torch is missing
@@ -128,17 +124,17 @@ def _vllm(problems: list[str]) -> dict[str, Any] | None:
         from ..integrations.vllm import ARCHITECTURES, tested, version, versions
     except ImportError:  # torch is missing
         return None
-    if (found := version()) is None:
+    if (installed := version()) is None:
         return None
     points = [point.name for point in metadata.entry_points(group="vllm.general_plugins")]
     allowed = os.environ.get("VLLM_PLUGINS")
     active = "mmaccel" in points and (allowed is None or "mmaccel" in allowed.split(","))
     if not tested():
-        problems.append(f'vLLM {found} is not one that recipes are tested with; run: pip install "{versions()}"')
+        problems.append(f'vLLM {installed} is not one that recipes are tested with; run: pip install "{versions()}"')
     elif not active:
         why = "mmaccel is not installed" if "mmaccel" not in points else f"VLLM_PLUGINS={allowed} leaves it out"
         problems.append(f"vLLM does not load the plug-in mmaccel ({why}); install mmaccel, or name it in VLLM_PLUGINS.")
-    return {"version": found, "tested": tested(), "active": active, "architectures": list(ARCHITECTURES)}
+    return {"version": installed, "tested": tested(), "active": active, "architectures": list(ARCHITECTURES)}
 
 
 def _torchvision(problems: list[str]) -> bool:
@@ -150,7 +146,7 @@ def _torchvision(problems: list[str]) -> bool:
         torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
     except Exception as error:
         problems.append(
-            f"torch and torchvision do not match ({_first_line(error)}); install both from one index: "
+            f"torch and torchvision do not match ({first_line(error)}); install both from one index: "
             "pip install --force-reinstall torch torchvision"
         )
         return False
@@ -220,7 +216,7 @@ def _families(problems: list[str]) -> dict[str, str]:
 
         from ..families import families
     except Exception as error:
-        problems.append(f"transformers cannot be imported ({_first_line(error)}).")
+        problems.append(f"transformers cannot be imported ({first_line(error)}).")
         return {}
     ready: dict[str, str] = {}
     for family in families().values():
@@ -232,13 +228,12 @@ def _families(problems: list[str]) -> dict[str, str]:
             try:
                 ready[kind] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[CONFIG_MAPPING[kind]].__name__
             except Exception as error:
-                ready[kind] = f"not ready: {_first_line(error)}"
-                problems.append(f"The model class of family {kind} cannot be imported ({_first_line(error)}).")
+                ready[kind] = f"not ready: {first_line(error)}"
+                problems.append(f"The model class of family {kind} cannot be imported ({first_line(error)}).")
     return ready
 
 
 def _refused() -> dict[str, str]:
-    """Model types that are refused, and why."""
     try:
         from ..families import REFUSED
     except ImportError:  # torch is missing
@@ -249,8 +244,8 @@ def _refused() -> dict[str, str]:
 def render(report: dict[str, Any]) -> str:
     """The report as text."""
     rows = [("python", f"{report['python']}  ({report['platform']})")]
-    for name, found in report["versions"].items():
-        rows.append((name, (found or "not installed") + (f"  ({_OPTIONAL[name]})" if name in _OPTIONAL else "")))
+    for name, version in report["versions"].items():
+        rows.append((name, (version or "not installed") + (f"  ({_OPTIONAL[name]})" if name in _OPTIONAL else "")))
     rows.append(("torchvision", f"{'matches' if report['torchvision_matches_torch'] else 'DOES NOT match'} torch"))
     if not report["devices"]:
         rows.append(("GPU", "none; models run on the CPU, and every site of a recipe its definition in plain torch"))
@@ -266,11 +261,11 @@ def render(report: dict[str, Any]) -> str:
         state = "loads the plug-in mmaccel" if vllm["active"] else "DOES NOT load the plug-in mmaccel"
         state += "" if vllm["tested"] else ", and IS NOT a tested version"
         rows += [("vLLM", f"{vllm['version']} {state}"), *(("  serves", name) for name in vllm["architectures"])]
-    rows += [("family", f"{kind:<17} {found}") for kind, found in report["families"].items()]
+    rows += [("family", f"{kind:<17} {state_of_family}") for kind, state_of_family in report["families"].items()]
     rows += [("refused", f"{kind:<17} {why}") for kind, why in report["refused"].items()]
     rows += [("note", note) for note in report["notes"]]
     rows += [("PROBLEM", problem) for problem in report["problems"]]
-    ready = sum(not found.startswith("not ready") for found in report["families"].values())
+    ready = sum(not state_of_family.startswith("not ready") for state_of_family in report["families"].values())
     count = len(report["problems"])
     state = f"{count} problem{'s' * (count > 1)} to solve." if count else "all is well."
     summary = f"{ready} of {len(report['families'])} families are ready; {state}"

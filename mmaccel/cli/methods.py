@@ -14,12 +14,15 @@ import dataclasses
 import inspect
 import re
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from .shared.options import Json
 from .shared.text import markdown, table, tell
+
+if TYPE_CHECKING:
+    from ..recipe import Recipe
 
 PLACE = 8
 HELP = "list methods and recipes"
@@ -57,11 +60,11 @@ def run(
         one = describe(name)
         tell(one, output, lambda: render(one))
         return 0
-    found = describe_methods(site)
+    listed = describe_methods(site)
     composed = [] if site else describe_recipes()
     form = markdown if in_markdown else table
-    parts = [method_rows(found), *([recipe_rows(composed)] if composed else [])]
-    tell({"methods": found, "recipes": composed}, output, lambda: "\n\n".join(map(form, parts)))
+    parts = [method_rows(listed), *([recipe_rows(composed)] if composed else [])]
+    tell({"methods": listed, "recipes": composed}, output, lambda: "\n\n".join(map(form, parts)))
     return 0
 
 
@@ -81,13 +84,17 @@ def describe(name: str) -> dict[str, Any]:
             "option_docs": {name: meaning.replace("``", "") for name, meaning in option_docs(cls).items()},
             "families": _families(cls),
         }
-    found = get_recipe(name)
+    return _describe_recipe(name, get_recipe(name))
+
+
+def _describe_recipe(name: str, recipe: Recipe) -> dict[str, Any]:
     return {
         "name": name,
-        "summary": found.summary,
-        "paper": found.paper,
-        "retain": found.retain,
-        "stages": [dataclasses.asdict(stage) for stage in found.stages],
+        "stages": [dataclasses.asdict(stage) for stage in recipe.stages],
+        "retain": recipe.retain,
+        "positions": recipe.positions,
+        "paper": recipe.paper,
+        "summary": recipe.summary,
     }
 
 
@@ -111,15 +118,15 @@ def official_doc(cls: Any) -> str:
 
 def option_docs(cls: Any) -> dict[str, str]:
     """The meaning of every option in Markdown, from the docstring of a method or of a class above it."""
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for one in cls.__mro__:
         _, _, listed = inspect.cleandoc(vars(one).get("__doc__") or "").partition("\nParameters\n----------\n")
         # an entry continues in indented lines; the list ends at an empty line
         for entry in re.split(r"\n(?=\S)", listed.partition("\n\n")[0]):
             names, sign, meaning = entry.partition(" : ")
             for name in names.split(", ") if sign else ():
-                found.setdefault(name.strip(), " ".join(meaning.split()))
-    return found
+                meanings.setdefault(name.strip(), " ".join(meaning.split()))
+    return meanings
 
 
 def _families(cls: Any) -> list[str]:
@@ -127,20 +134,20 @@ def _families(cls: Any) -> list[str]:
     from ..errors import UnsupportedError
     from ..families import families
 
-    found = []
+    supported = []
     for name, family in families().items():
         names = ("closed", "whole", "halves", "ranks", "stateful", "modalities", "no_return", "undivided")
         usual: Any = SimpleNamespace(**{key: getattr(family, key) for key in names})
         vars(usual).update(name=name, has_cls=family.facts.cls, depth=0, deepstack=0, attending=())
         try:
-            made = cls()
-            made.fit(usual).suits(usual)
+            method = cls()
+            method.fit(usual).suits(usual)
         except UnsupportedError:
             continue
         except TypeError:  # an option without a default
             pass
-        found.append(name)
-    return found
+        supported.append(name)
+    return supported
 
 
 def render(one: dict[str, Any]) -> str:
@@ -169,7 +176,7 @@ def render(one: dict[str, Any]) -> str:
             "",
             one["about"],
             "",
-            *(f"{title:<9}{told}" for title, told in facts),
+            *(f"{title:<9}{fact}" for title, fact in facts),
             "",
             table(listed) if len(listed) > 1 else "It has no options of its own.",
             "",
@@ -246,21 +253,10 @@ def describe_recipes() -> list[dict[str, Any]]:
     from ..recipe import recipes
 
     known = methods()
-    return [
-        {
-            "name": name,
-            "stages": [dataclasses.asdict(stage) for stage in r.stages],
-            "retain": r.retain,
-            "positions": r.positions,
-            "paper": r.paper,
-            "summary": r.summary,
-        }
-        for name, r in recipes().items()
-        if name not in known
-    ]
+    return [_describe_recipe(name, recipe) for name, recipe in recipes().items() if name not in known]
 
 
-def method_rows(found: list[dict[str, Any]]) -> list[list[str]]:
+def method_rows(rows: list[dict[str, Any]]) -> list[list[str]]:
     """Table rows of :func:`describe_methods`."""
     head = ["method", "site", "budget", "needs", "keeps", "paper", "what it does"]
     return [head] + [
@@ -273,15 +269,15 @@ def method_rows(found: list[dict[str, Any]]) -> list[list[str]]:
             m["paper"] or "-",
             m["summary"],
         ]
-        for m in found
+        for m in rows
     ]
 
 
-def recipe_rows(found: list[dict[str, Any]]) -> list[list[str]]:
+def recipe_rows(rows: list[dict[str, Any]]) -> list[list[str]]:
     """Table rows of :func:`describe_recipes`."""
     return [["recipe", "stages", "keeps", "what it is"]] + [
         [r["name"], " + ".join(stage["method"] for stage in r["stages"]) or "-", _share(r["retain"]), r["summary"]]
-        for r in found
+        for r in rows
     ]
 
 

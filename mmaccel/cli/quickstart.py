@@ -22,13 +22,12 @@ from .shared.text import json_file, nbytes, seconds, table, tell, working
 
 if TYPE_CHECKING:
     import torch
-    from PIL.Image import Image
+    from PIL import Image
 
     from ..media.files import Prompt
     from ..programs.bench.run import Case
     from ..programs.bench.workloads import Subject
     from ..recipe import Recipe
-    from ..suite import Turn
 
 PLACE = 1
 HELP = "see it work: speed, answers and what is kept, bare against accelerated"
@@ -48,8 +47,6 @@ _LARGE = 0.1
 _PAIRS = 3
 #: questions of every task, to the model for pictures and to the one for clips
 _EACH, _EACH_CLIP = 4, 2
-#: tasks with a question about the picture that is drawn
-_TASKS = ("colour", "shape", "count", "existence", "grounding")
 _NEXT = """\
 4. Next, with a model of your own, a folder or a hub id:
    mmaccel ask --model Qwen/Qwen2.5-VL-3B-Instruct photo.jpg "What is on the table?"
@@ -91,14 +88,14 @@ def _titled(chosen: Recipe) -> str:
 
 def _models(say: Say) -> list[Path]:
     """The shipped models that can be shown here: the one for pictures, and the one for clips."""
-    found = [ask.shipped()]
+    folders = [ask.shipped()]
     if not (ask.SHIPPED_VIDEO / "config.json").is_file():
         say("   (No model that takes videos comes with this mmaccel, so there is no clip.)")
     elif find_spec("av") is None:
         say("   (Clips need PyAV: pip install 'mmaccel[video]'.)")
     else:
-        found.append(ask.shipped(video=True))
-    return found
+        folders.append(ask.shipped(video=True))
+    return folders
 
 
 # ------------------------------------------------------------------------------------------------------------ 1. speed
@@ -208,9 +205,9 @@ def answers(folder: Path, model: Any, processor: Any, chosen: Recipe, say: Say) 
     asked = ask_suite(tasks, _EACH_CLIP if tasks == VIDEO_TASKS else _EACH, frames=_FRAMES, pixels=_PIXELS)
     rows, said = [Row("none"), Row(chosen)], {}
     with working(f"asking {folder.name}", 2 * len(asked)) as bar:
-        for row, found in evaluate(model, processor, asked, rows, batch_size=_EACH, max_new_tokens=_LONGEST):
-            said.update({(one.name, row is rows[1]): one for one in found})
-            bar.advance(len(found))
+        for row, batch in evaluate(model, processor, asked, rows, batch_size=_EACH, max_new_tokens=_LONGEST):
+            said.update({(one.name, row is rows[1]): one for one in batch})
+            bar.advance(len(batch))
     pairs = [(one.load().question, said[one.name, False], said[one.name, True]) for one in asked]
     figures = rows[1].figures()
     report = {
@@ -250,51 +247,28 @@ def _answered(report: dict[str, Any]) -> list[str]:
 
 def drawing(folder: Path, model: Any, processor: Any, chosen: Recipe, target: Path, say: Say) -> dict[str, str]:
     """A picture or clip and what the recipe keeps of it, as files in the folder ``target``, and a question about it."""
-    from ..media.files import Prompt, load_media
-    from ..media.prepare import prepare
-
-    video = folder == ask.SHIPPED_VIDEO
-    path, turns = clip(target / "clip.mp4") if video else picture(target / "picture.png")
-    pictures, shown = load_media([path], _FRAMES, 1.0)
-    drawn = path.with_name(f"{path.stem}-kept.png")
-    prompt = Prompt(turns[0].question, tuple(pictures), shown)
-    _kept(model, prepare(processor, chosen), prompt, chosen).save(drawn)
-    say(f"   {drawn}", f'      ask about it: mmaccel ask {path} "{turns[0].question}"')
-    return {"model": folder.name, "file": str(path), "kept": str(drawn), "question": turns[0].question}
-
-
-def picture(path: Path) -> tuple[Path, list[Turn]]:
-    """A picture, written to ``path``, and one question of every task about it."""
     from PIL import Image
 
-    from ..suite import Rng, item_seed, render, sample_scene
-    from ..suite.questions import PICTURE_TASKS
+    from ..media.files import Prompt, load_media
+    from ..media.prepare import prepare
+    from ..suite import make_item, render_clip, write_video
 
-    pools: list[list[Turn]] = [[]]
-    index = 0
-    while not all(pools):  # a scene about which every task can ask
-        rng = Rng(item_seed("test", index, stream=253))
-        scene = sample_scene(rng)
-        pools = [PICTURE_TASKS[task](scene, rng) for task in _TASKS]
-        index += 1
-    Image.fromarray(render(scene, _PIXELS)).save(path)
-    return path, [rng.pick(pool) for pool in pools]
-
-
-def clip(path: Path) -> tuple[Path, list[Turn]]:
-    """A clip, written to ``path``, and questions about the order of events in it."""
-    from ..suite import Rng, item_seed, render_clip, write_video
-    from ..suite.clip import order
-
-    made, index = None, 0
-    while made is None:
-        made = order(Rng(item_seed("test", index, stream=253)), _FRAMES)
-        index += 1
-    write_video(render_clip(made[0], _PIXELS), path, made[0].fps)
-    return path, made[1]
+    video = folder == ask.SHIPPED_VIDEO
+    item = make_item("order" if video else "colour", "test", 0, frames=_FRAMES)
+    question, path = item.turns[-1].question, target / ("clip.mp4" if video else "picture.png")
+    if item.clip is not None:
+        write_video(render_clip(item.clip, _PIXELS), path, item.clip.fps)
+    else:
+        Image.fromarray(item.pictures(_PIXELS)[0]).save(path)
+    pictures, shown = load_media([path], _FRAMES, 1.0)
+    drawn = path.with_name(f"{path.stem}-kept.png")
+    prompt = Prompt(question, tuple(pictures), shown)
+    _kept(model, prepare(processor, chosen), prompt, chosen).save(drawn)
+    say(f"   {drawn}", f'      ask about it: mmaccel ask {path} "{question}"')
+    return {"model": folder.name, "file": str(path), "kept": str(drawn), "question": question}
 
 
-def _kept(model: Any, processor: Any, prompt: Prompt, chosen: Recipe) -> Image:
+def _kept(model: Any, processor: Any, prompt: Prompt, chosen: Recipe) -> Image.Image:
     """What the recipe keeps of the prompt's picture, or of every slice of its clip, side by side under the original."""
     import torch
     from PIL import Image

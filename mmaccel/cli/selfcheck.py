@@ -160,7 +160,7 @@ def _wrong(stats: Any, kv_full: int) -> dict[str, bool]:
     from ..method import Policy, ReadingPolicy
     from ..method.registry import get_method
 
-    found, fewer = {}, stats["visual_tokens_kept"] < stats["visual_tokens"]
+    faults, fewer = {}, stats["visual_tokens_kept"] < stats["visual_tokens"]
     for stage in stats["stages"]:
         cls = get_method(stage["method"])
         kept, wanted, budget = stage["tokens_kept"], stage["resolved"], cls.budget
@@ -168,10 +168,10 @@ def _wrong(stats: Any, kv_full: int) -> dict[str, bool]:
             wanted, budget = stage["tokens_in"], "exact"  # all keys are stored, and a part of them is read
         off = wanted is not None and (kept != wanted if budget == "exact" else kept > wanted)
         if budget in ("exact", "at_most"):
-            found[f"{stage['method']} kept {kept} tokens for a budget of {wanted}"] = off
-        found[f"{stage['method']} kept {kept} of {stage['tokens_in']} tokens"] = not 0 < kept <= stage["tokens_in"]
-    found["tokens were dropped, and the cache did not become smaller"] = fewer and stats["kv_bytes"] >= kv_full
-    return found
+            faults[f"{stage['method']} kept {kept} tokens for a budget of {wanted}"] = off
+        faults[f"{stage['method']} kept {kept} of {stage['tokens_in']} tokens"] = not 0 < kept <= stage["tokens_in"]
+    faults["tokens were dropped, and the cache did not become smaller"] = fewer and stats["kv_bytes"] >= kv_full
+    return faults
 
 
 # ----------------------------------------------------------------------------------------------------- the tiny models

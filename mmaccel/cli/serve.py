@@ -101,8 +101,10 @@ def run(
                 file=sys.stderr,
             )
         model, processor = load_model(which)
-        name = _name(which)
-        with working("putting the recipe on"):
+        # requests name the model by its hub id, or by the last part of its folder
+        path_or_id = which.model or str(shipped())
+        name = Path(path_or_id).resolve().name if Path(path_or_id).is_dir() else path_or_id
+        with working("accelerating the model"):
             scheduler = server.make_scheduler(
                 model,
                 processor,
@@ -116,17 +118,11 @@ def run(
         allowed = [serving.host, *(serving.allow_host or ())] if here or serving.allow_host else None
         running = server.make_server(scheduler, name, key=serving.api_key, allowed=allowed)
         bound.listen()
-        told = {"address": f"{server.address_of(bound)}/v1", "model": name, "recipe": recipe.name}
+        served = {"address": f"{server.address_of(bound)}/v1", "model": name, "recipe": recipe.name}
         if path is not None:
-            write_json(path, told)
+            write_json(path, served)
         # one line, which programs wait for
-        line = "{model} with recipe {recipe} is served at {address}".format(**told)
-        print(json.dumps(told) if output == STDOUT else line, flush=True)
+        line = "{model} with recipe {recipe} is served at {address}".format(**served)
+        print(json.dumps(served) if output == STDOUT else line, flush=True)
         server.run(running, bound)
     return 0
-
-
-def _name(which: ModelOptions) -> str:
-    """The name of the model in requests: its hub id, or the last part of its folder."""
-    name = which.model or str(shipped())
-    return Path(name).resolve().name if Path(name).is_dir() else name

@@ -23,7 +23,6 @@ the same paths and have the same mmaccel; the answers and the file are the same 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -33,12 +32,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..core.files import write_whole, writing
 from ..errors import MmaccelError
 from ..programs.bench import provenance
 from . import ask
 from .shared.measure import PARTIAL, percent
 from .shared.options import Frames, Json, Longest, ModelOptions, RecipeOptions
-from .shared.text import json_file, nbytes, seconds, show, table, working
+from .shared.text import json_file, nbytes, seconds, show, table, working, write_json
 
 if TYPE_CHECKING:
     from ..programs.video_qa.answers import AnswerFile
@@ -62,6 +62,7 @@ lines of questions.jsonl:
 
 #: errors that are shown; all are in the answers
 _SHOWN = 5
+_OTHER = "give another file with --json to resume"
 
 
 def _batch(text: str) -> int | str:
@@ -114,6 +115,7 @@ def run(
 ) -> int:
     """Answer the open questions, write the answers, print the summary."""
     from ..programs.identity import versions
+    from ..programs.resume import listed
     from ..programs.video_qa.answers import AnswerFile
     from ..programs.video_qa.questions import read_questions
 
@@ -124,10 +126,9 @@ def run(
     identity = settings.identity()
     with AnswerFile(out, identity) as file:
         if changed := file.expect(asked):
-            more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-            told = f"{', '.join(changed[:_SHOWN])}{more}"
             print(
-                f"{len(changed)} answers in {out} are to videos that changed; these questions are asked again: {told}",
+                f"{len(changed)} answers in {out} are to videos that changed; these questions are asked again: "
+                f"{listed(changed, _SHOWN)}",
                 file=sys.stderr,
             )
         before = len(asked) - len(file.left(asked))
@@ -138,11 +139,8 @@ def run(
         try:
             figures, wall, workers = _answer(bulk, settings, asked, file)
         except KeyboardInterrupt:
-            there = len(asked) - len(file.left(asked))
-            print(
-                f"Stopped; {there} of {len(asked)} answers are in {out}; the same command resumes.",
-                file=sys.stderr,
-            )
+            done = len(asked) - len(file.left(asked))
+            print(f"Stopped; {done} of {len(asked)} answers are in {out}; the same command resumes.", file=sys.stderr)
             return 130
         report = {
             "command": provenance.command("mmaccel", arguments=context.obj),
@@ -153,7 +151,8 @@ def run(
             **_summary([file.done[one.name] for one in asked], figures, wall, workers),
         }
     if summary is not None:
-        _write(summary, json.dumps(report, indent=1).encode() + b"\n")
+        with writing(summary, _OTHER):
+            write_json(summary, report)
     show(report, output, lambda: _render(report, out))
     for record in (failed := [r for r in file.done.values() if "error" in r])[:_SHOWN]:
         print(f"{record['id']}: {record['error']}", file=sys.stderr)
@@ -167,19 +166,9 @@ def _check_summary(path: Path, *others: Path) -> None:
     if path.resolve() in [other.resolve() for other in others]:
         raise MmaccelError(f"--json {str(path)!r} is the file of the questions or answers; give another file.")
     trial = path.with_name(f"{path.name}.trial")
-    _write(trial, b"", path)
-    trial.unlink()
-
-
-def _write(path: Path, content: bytes, named: Path | None = None) -> None:
-    from ..core.files import write_whole
-
-    try:
-        write_whole(path, content)
-    except OSError as error:
-        raise MmaccelError(
-            f"Cannot write --json {str(named or path)!r} ({error.strerror}); give another file to resume."
-        ) from error
+    with writing(path, _OTHER):
+        write_whole(trial, b"")
+        trial.unlink()
 
 
 def _settings(which: ModelOptions, how: RecipeOptions, bulk: Bulk) -> QASettings:
@@ -221,8 +210,7 @@ def _answer(
         return Figures(), 0.0, 1
 
     begin = time.perf_counter()
-    total, there = len(questions), len(questions) - len(waiting)
-    with working("questions", total, there) as bar:
+    with working("questions", len(questions), len(questions) - len(waiting)) as bar:
         answerer: VideoAnswerer | ClusterAnswerer
         if bulk.ray is None:
             answerer = VideoAnswerer(settings, say=bar.say)
@@ -277,7 +265,6 @@ def _summary(records: list[dict[str, Any]], figures: Figures, wall: float, worke
 
 
 def _render(report: dict[str, Any], path: Path) -> str:
-    """The summary as text."""
     rows = [["", ""], ["questions", str(report["questions"])], ["failed", str(report["failed"])]]
     if report["judged"]:
         rows.append(["accuracy", f"{percent(report['accuracy'])} of {report['judged']}"])

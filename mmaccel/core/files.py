@@ -15,6 +15,19 @@ except ImportError:  # Windows has none; two runs on one file are then not told 
     fcntl = None  # type: ignore[assignment]
 
 
+#: remedy where a later run of the same command goes on
+RESUME = "when that is mended, the same command goes on"
+
+
+@contextlib.contextmanager
+def writing(path: Path, remedy: str) -> Iterator[None]:
+    """Turn an OSError of the block into a MmaccelError that names the file and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise MmaccelError(f"Cannot write {str(path)!r} ({error.strerror}); {remedy}.") from error
+
+
 def write_whole(path: Path, content: bytes | memoryview | Callable[[BinaryIO], object]) -> None:
     """Write a file atomically, through ``NAME.part``.
 
@@ -68,10 +81,8 @@ def locked(path: Path, what: str, remedy: str) -> Iterator[None]:
 
     Raises :class:`MmaccelError` if another process holds the lock, or the file cannot be opened.
     """
-    try:
+    with writing(path, remedy):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise MmaccelError(f"Cannot write {str(path)!r} ({error.strerror}); {remedy}.") from error
     try:
         if not take_lock(descriptor, path):
             raise MmaccelError(f"Another run writes to {what!r}; wait for it, or {remedy}.")
@@ -98,25 +109,24 @@ class AppendFile:
         """Open and lock what has the file's name now, in place of what was open."""
         self.close()
         try:
-            if self.path.exists() and not self.path.is_file():
-                raise MmaccelError(f"Cannot write {str(self.path)!r} (it is no regular file); {self._remedy}.")
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
+            with writing(self.path, self._remedy):
+                if self.path.exists() and not self.path.is_file():
+                    raise MmaccelError(f"Cannot write {str(self.path)!r} (it is no regular file); {self._remedy}.")
+                self._file = os.open(
+                    self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666
+                )
             if not take_lock(self._file, self.path):
                 raise MmaccelError(f"Another run writes to {str(self._what)!r}; wait for it, or {self._remedy}.")
-        except OSError as error:
-            raise MmaccelError(f"Cannot write {str(self.path)!r} ({error.strerror}); {self._remedy}.") from error
         except MmaccelError:
             self.close()
             raise
 
     def cut(self, size: int) -> None:
-        """Keep the first ``size`` bytes only. Raises :class:`MmaccelError` if the file cannot be written."""
-        try:
+        """Keep the first ``size`` bytes only. Raises MmaccelError if the file cannot be written."""
+        with writing(self.path, RESUME):
             if os.fstat(self._file).st_size != size:
                 os.ftruncate(self._file, size)
                 os.fsync(self._file)
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def append(self, content: bytes) -> None:
         """Append ``content``; when this returns, all of it is on the disk.
@@ -125,20 +135,16 @@ class AppendFile:
         """
         end = os.fstat(self._file).st_size
         try:
-            written = os.write(self._file, content)
-            while written < len(content):
-                # a disk that is almost full takes a part only
-                written += os.write(self._file, content[written:])
-            os.fsync(self._file)
-        except OSError as error:
+            with writing(self.path, RESUME):
+                written = os.write(self._file, content)
+                while written < len(content):
+                    # a disk that is almost full takes a part only
+                    written += os.write(self._file, content[written:])
+                os.fsync(self._file)
+        except MmaccelError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, end)
-            raise self._unwritable(error) from error
-
-    def _unwritable(self, error: OSError) -> MmaccelError:
-        return MmaccelError(
-            f"Cannot write {str(self.path)!r} ({error.strerror}); when that is mended, the same command goes on."
-        )
+            raise
 
     def close(self) -> None:
         """Close the file, so that another run may write to it."""

@@ -9,7 +9,7 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any, TypeVar, dataclass_transform
 
-from ..errors import MmaccelError
+from ..errors import MmaccelError, first_line
 from .base import Method
 
 T = TypeVar("T", bound=type[Method])
@@ -109,10 +109,9 @@ def offered(group: str, kind: type) -> Iterator[type[Any] | ModuleType]:
         try:
             offer = point.load()
         except Exception as error:
-            first = (str(error).strip().splitlines() or [""])[0]
             raise MmaccelError(
                 f"{_package(point)} offers {point.value!r} as {group}, which cannot be imported "
-                f"({type(error).__name__}: {first}); update the package, or uninstall it."
+                f"({type(error).__name__}: {first_line(error)}); update the package, or uninstall it."
             ) from error
         if not isinstance(offer, ModuleType) and not (isinstance(offer, type) and issubclass(offer, kind)):
             raise MmaccelError(

@@ -19,7 +19,8 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +33,7 @@ from ..accelerate import accelerated
 from ..accelerate.positions import check_positions
 from ..accelerate.tuned import fingerprint as fingerprint
 from ..core.budget import budget_text
-from ..errors import MmaccelError
+from ..errors import MmaccelError, first_line
 from ..media.files import Clip, Prompt, encode, is_media, load_media, moves
 from ..media.prepare import prepare
 from ..method.model_options import KeepLoaded
@@ -103,20 +104,17 @@ def ask_samples(samples: Iterable[Sample], *, frames: int = 16) -> list[Question
 
 
 def ask_folder(folder: str | Path, question: str, *, frames: int = 16) -> list[Question]:
-    """The same question about every picture and every video of a folder, in the order of names; a subfolder is a clip. Raises
-    MmaccelError if there is none."""
-    found = sorted(path for path in Path(folder).iterdir() if is_media(path))
-    if not found:
+    """The same question about every picture, then every video of a folder, in the order of names; a subfolder is a clip. Raises
+    MmaccelError if the folder has neither."""
+    files = sorted((path for path in Path(folder).iterdir() if is_media(path)), key=lambda path: (moves(path), path))
+    if not files:
         raise MmaccelError(f"The folder {str(folder)!r} holds no picture and no video; give another.")
-    videos = [path for path in found if moves(path)]
-    pictures = [path for path in found if path not in videos]
-    return ask_samples(
-        [
-            *(Sample(question, images=(path,), name=path.name) for path in pictures),
-            *(Sample(question, video=path, name=path.name) for path in videos),
-        ],
-        frames=frames,
-    )
+
+    def sample(path: Path) -> Sample:
+        images, video = ((), path) if moves(path) else ((path,), None)
+        return Sample(question, images=images, video=video, name=path.name)
+
+    return ask_samples(map(sample, files), frames=frames)
 
 
 def _read(sample: Sample, frames: int) -> Prompt:
@@ -134,7 +132,7 @@ class Answer:
 
     ``right`` is None without an expected answer; ``same`` compares the text with the unaccelerated answer ``full``; ``kl``
     is KL(unaccelerated || accelerated) in nats, the mean over the tokens of ``full``, its end included. Tokens and bytes
-    are means over the questions of a batch, and ``notes`` are what ``model.mmaccel.stats()`` said of that batch in words.
+    are means over the questions of a batch, and ``notes`` are those of ``model.mmaccel.stats()`` for that batch.
     """
 
     name: str
@@ -189,30 +187,24 @@ class Sums(dict[str, float]):
         }
 
 
-@dataclass
 class Row:
-    """One recipe with its budget, and what is known of it so far.
+    """One recipe with its budget, and its results so far.
 
-    ``batches`` counts those done, so that a run that was broken off can go on: :meth:`as_dict` is all it takes. ``failed``
-    lists questions that this recipe could not answer, ``{"question": label, "error": reason}``; they are in no figure.
-    ``name`` is the recipe's, unless another row has the same. ``identity`` is what :func:`.identity.recipe_parts` says of it.
+    ``batches`` counts the batches that are done, so that an interrupted run can resume from :meth:`as_dict`. ``failed`` lists
+    questions that this recipe could not answer, ``{"question": label, "error": reason}``; they are in no figure. ``name`` is
+    the recipe's, unless another row has the same. ``identity`` is the result of :func:`.identity.recipe_parts`.
     """
-
-    recipe: Recipe
-    batches: int = 0
-    tasks: dict[str, Sums] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    failed: list[dict[str, str]] = field(default_factory=list)
-    name: str = ""
-    identity: dict[str, str] = field(default_factory=dict)
 
     def __init__(self, recipe: str | Path | Mapping[str, Any] | Recipe, retain: float | None = None) -> None:
         self.recipe = get_recipe(recipe)
         if retain is not None:
             self.recipe = self.recipe.override(retain=retain)
         self.recipe.build()
-        self.batches, self.tasks, self.notes, self.failed = 0, {}, [], []
-        self.name, self.identity = self.recipe.name, {}
+        self.name, self.batches = self.recipe.name, 0
+        self.tasks: dict[str, Sums] = {}
+        self.notes: list[str] = []
+        self.failed: list[dict[str, str]] = []
+        self.identity: dict[str, str] = {}
 
     @property
     def title(self) -> str:
@@ -256,9 +248,9 @@ class Row:
         }
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Take over the results of an earlier run with the same recipe."""
+        """Load the results of an earlier run with the same recipe."""
         self.batches, self.notes, self.failed = int(data["batches"]), list(data["notes"]), list(data["failed"])
-        self.tasks = {task: Sums(found["sums"]) for task, found in data["tasks"].items()}
+        self.tasks = {task: Sums(results["sums"]) for task, results in data["tasks"].items()}
 
 
 # ------------------------------------------------------------------------------------------------------------- running
@@ -299,59 +291,40 @@ def evaluate(
         raise MmaccelError("There is no question to ask; the set is empty.")
     if batch_size < 1 or max_new_tokens < 1:
         raise MmaccelError("batch_size and max_new_tokens must be 1 or more.")
-    with KeepLoaded():
-        yield from _evaluate(model, processor, questions, rows, batch_size, max_new_tokens, complain)
-
-
-def _evaluate(
-    model: Any,
-    processor: Any,
-    questions: Sequence[Question],
-    rows: Sequence[Row],
-    batch_size: int,
-    max_new_tokens: int,
-    complain: Callable[[str], None] | None,
-) -> Iterator[tuple[Row, list[Answer]]]:
-    """:func:`evaluate`, while what methods load stays loaded."""
-    prepared = [prepare(processor, row.recipe) for row in rows]
-    for row, worker in zip(rows, prepared, strict=True):
-        with accelerated(model, row.recipe, processor=worker):
-            pass  # what the model cannot do is said before the long run
-    usable = 0
-
-    def leave_out(question: Question, error: Exception) -> None:
-        if complain is None:
-            raise error
-        complain(f"{question.label}: {sentence(error, 'The model cannot answer it')}")
-
-    for number, batch in enumerate(batches(questions, batch_size, complain)):
-        pending = [(row, worker) for row, worker in zip(rows, prepared, strict=True) if row.batches <= number]
-        if not pending:
-            usable += len(batch)
-            continue
-        try:
-            runners = halved(batch, lambda part: _Runner(model, processor, part, max_new_tokens), leave_out)
+    usable, say = 0, complain or (lambda sentence: None)
+    with KeepLoaded(), memory_error():
+        workers = [(row, prepare(processor, row.recipe)) for row in rows]
+        for row, worker in workers:
+            with accelerated(model, row.recipe, processor=worker):
+                pass  # raises what the model does not support before the long run
+        for number, batch in enumerate(batches(questions, batch_size, complain)):
+            pending = [(row, worker) for row, worker in workers if row.batches <= number]
+            if not pending:
+                usable += len(batch)
+                continue
+            failures, fail = _failures(complain is None)
+            runners = halved(batch, lambda part: _Runner(model, processor, part, max_new_tokens), fail)
             usable += sum(len(runner.batch) for runner in runners)
+            for failure in failures:
+                say(f"{failure['question']}: {failure['error']}")
             for row, worker in pending:
-                failed: list[dict[str, str]] = []
-
-                def fail(question: Question, error: Exception, failed: list[dict[str, str]] = failed) -> None:
-                    if complain is None:
-                        raise error
-                    why = sentence(error, "The model cannot answer it")
-                    failed.append({"question": question.label, "error": why})
-
+                failures, fail = _failures(complain is None)
                 answers = [one for runner in runners for one in _answers(runner, row.recipe, worker, fail)]
-                row.add(answers, failed)
+                row.add(answers, failures)
                 yield row, answers
-        except torch.OutOfMemoryError as error:
-            raise MmaccelError(
-                "The device ran out of memory; take a smaller batch, fewer frames, or weights in bfloat16."
-            ) from error
     if not usable:
         raise MmaccelError(
             "No question of the set can be asked: none has pictures or a video that can be read and used."
         )
+
+
+@contextmanager
+def memory_error(remedy: str = "take a smaller batch, fewer frames, or weights in bfloat16") -> Iterator[None]:
+    """Turn an OutOfMemoryError of the block into a MmaccelError with a remedy."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MmaccelError(f"The device ran out of memory; {remedy}.") from error
 
 
 Batch = list[tuple[Question, Prompt]]
@@ -359,7 +332,7 @@ Batch = list[tuple[Question, Prompt]]
 
 def sentence(error: Exception, what: str) -> str:
     """The first line of an error of ours; of another one with ``what`` it kept from being done, and its type."""
-    first = (str(error).strip().splitlines() or [""])[0]
+    first = first_line(error)
     return first if isinstance(error, MmaccelError) else f"{what} ({type(error).__name__}: {first})."
 
 
@@ -408,7 +381,6 @@ class _Runner:
         self.lengths = answer_lengths(self.full.tokens, model.generation_config.eos_token_id)
 
     def answers(self, recipe: Recipe, processor: Any) -> list[Answer]:
-        """The batch under a recipe."""
         texts, kl, stats = self.full.texts, [0.0] * len(self.batch), self.full.stats
         if recipe != self.none:
             inputs = self.inputs if processor is self.processor else inputs_of(self.model, processor, self.batch)
@@ -468,19 +440,36 @@ Fail = Callable[[Question, Exception], None]
 T = TypeVar("T")
 
 
-def halved(batch: Batch, run: Callable[[Batch], T], fail: Fail) -> list[T]:
+def _failures(fatal: bool) -> tuple[list[dict[str, str]], Fail]:
+    """A list, and a function that adds a question and its error to it, or raises the error if errors are ``fatal``."""
+    failures: list[dict[str, str]] = []
+
+    def fail(question: Question, error: Exception) -> None:
+        if fatal:
+            raise error
+        failures.append({"question": question.label, "error": sentence(error, "The model cannot answer it")})
+
+    return failures, fail
+
+
+def halved(
+    batch: Batch,
+    run: Callable[[Batch], T],
+    fail: Fail,
+    fatal: tuple[type[Exception], ...] = (torch.OutOfMemoryError,),
+) -> list[T]:
     """Results of ``run`` for a batch; where it fails, for its halves, and so on, so that ``fail`` gets the questions that
-    fail alone. An error of memory says nothing of a question and is raised."""
+    fail alone. Errors that are ``fatal`` have other causes than a question and are raised."""
     try:
         return [run(batch)]
-    except torch.OutOfMemoryError:
+    except fatal:
         raise
     except Exception as error:
         if len(batch) == 1:
             fail(batch[0][0], error)
             return []
     half = len(batch) // 2
-    return [one for part in (batch[:half], batch[half:]) for one in halved(part, run, fail)]
+    return [one for part in (batch[:half], batch[half:]) for one in halved(part, run, fail, fatal)]
 
 
 def _answers(runner: _Runner, recipe: Recipe, processor: Any, fail: Fail) -> list[Answer]:

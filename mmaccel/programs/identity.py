@@ -44,17 +44,9 @@ _PACKAGE = Path(__file__).parents[1]
 _BESIDE = ("selector", "draft")
 #: entries of a class that do not change what it does, or differ between processes
 _SILENT = {
-    *(
-        "__dict__",
-        "__weakref__",
-        "__module__",
-        "__doc__",
-        "__firstlineno__",
-        "__static_attributes__",
-        "__annotations__",
-    ),
-    *("__annotate__", "__annotate_func__", "__annotations_cache__", "__dataclass_params__", "__abstractmethods__"),
-    *("_abc_impl", "__orig_bases__", "__parameters__", "__hash__", "__match_args__"),
+    *"__dict__ __weakref__ __module__ __doc__ __firstlineno__ __static_attributes__ __annotations__ __annotate__".split(),
+    *"__annotate_func__ __annotations_cache__ __dataclass_params__ __abstractmethods__ _abc_impl __orig_bases__".split(),
+    *"__parameters__ __hash__ __match_args__".split(),
 }
 
 
@@ -62,17 +54,12 @@ _SILENT = {
 
 
 def recipe_identity(recipe: Recipe, model: str | Path | None = None) -> str:
-    """Digest of a recipe: every value with its type, the code of its methods, and the files that they load.
+    """Digest of a recipe: every value with its type, the code of its methods, and the files that they load. ``retain=1`` (one
+    token), ``1.0`` (all) and ``True`` are different.
 
-    Parameters
-    ----------
-    recipe : what is to be identified. ``retain=1`` (one token), ``1.0`` (all) and ``True`` are different.
-    model : the model's folder, for methods that load what lies beside the weights (``selector/``, ``draft/``).
+    ``model`` is the model's folder, for methods that load files next to the weights (``selector/``, ``draft/``).
 
-    Raises
-    ------
-    MmaccelError
-        If the recipe cannot be built, or a file that it names cannot be read.
+    Raises MmaccelError if the recipe cannot be built, or a file that it names cannot be read.
     """
     return digest(recipe_parts(recipe, model))
 
@@ -106,19 +93,19 @@ def code_identity() -> str:
     """Digest of mmaccel's own source, kernels included, without the command line, which changes no result."""
     import mmaccel_kernels
 
-    found = hashlib.sha256()
+    source = hashlib.sha256()
     for root in (_PACKAGE, Path(str(mmaccel_kernels.__file__)).parent):
         for path in sorted(root.rglob("*.py")):
             if _PACKAGE / "cli" not in path.parents:
-                found.update(f"{path.relative_to(root).as_posix()} ".encode() + path.read_bytes())
-    return found.hexdigest()
+                source.update(f"{path.relative_to(root).as_posix()} ".encode() + path.read_bytes())
+    return source.hexdigest()
 
 
 def versions() -> dict[str, str]:
     """Versions that results depend on: of mmaccel, torch and transformers, and ``code``, the start of
     :func:`code_identity`."""
-    found = provenance.versions()
-    return {name: found[name] for name in ("mmaccel", "torch", "transformers")} | {"code": code_identity()[:16]}
+    packages = provenance.versions()
+    return {name: packages[name] for name in ("mmaccel", "torch", "transformers")} | {"code": code_identity()[:16]}
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -137,11 +124,11 @@ def _files_of(method: Any, model: str | Path | None) -> Iterator[tuple[str, Any]
             continue
         path = Path(value)
         try:
-            there = path.exists()
+            exists = path.exists()
         except (OSError, ValueError):
             # not a path: too long, or with a null
             continue
-        if there:
+        if exists:
             yield name, path_identity(path, hash_large=False)
         elif name == "draft" and len(path.parts) == 2:
             yield name, hub_commit(str(value))
@@ -150,31 +137,28 @@ def _files_of(method: Any, model: str | Path | None) -> Iterator[tuple[str, Any]
 # ----------------------------------------------------------------------------------------------------------- questions
 
 
-def question_identity(question: Any, hash_media: bool = False) -> str:
-    """Digest of a question: its text, earlier turns, choices, expected answer and task, and the content of what it is about.
+def question_identity(question: Any) -> str:
+    """Digest of a question: its text, earlier turns, choices, expected answer and task, and the content of its media.
 
-    Parameters
-    ----------
     question : a :class:`mmaccel.programs.evaluate.Question` or :class:`mmaccel.programs.video_qa.VideoQuestion`. One that
-        names files is not loaded: its files are hashed. Others are loaded, and their pixels hashed.
-    hash_media : hash files of more than 64 MiB as a whole, too; otherwise their size, time of change, first and last MiB
-        count. Smaller files are always hashed whole. What is missing has a digest too.
+        names files is not loaded: its files are hashed, of more than 64 MiB by size, time of change, first and last MiB. Others
+        are loaded, and their pixels hashed. A missing file has a digest too.
     """
     sample = getattr(question, "sample", None)
     if sample is not None:
         files = [*sample.images, *([sample.video] if sample.video else [])]
         words = (sample.question, sample.earlier, question.expected, question.task, question.frames)
-        return digest((words, [_media(path, hash_media) for path in files]))
+        return digest((words, [_media(path) for path in files]))
     if hasattr(question, "load"):
         return digest((question.task, question.expected, question.load()))
     asked = (question.question, question.choices, question.answer, question.error)
-    return digest((asked, _media(question.path, hash_media) if question.path else None))
+    return digest((asked, _media(question.path) if question.path else None))
 
 
-def _media(path: str | Path, hash_large: bool) -> str | None:
+def _media(path: str | Path) -> str | None:
     """The digest of a picture, a video or a folder of pictures; None if it cannot be read."""
     try:
-        return path_identity(path, hash_large)
+        return path_identity(path, hash_large=False)
     except (MmaccelError, ValueError):
         return None
 
@@ -207,16 +191,12 @@ def _file(path: Path, whole: bool) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _hashed(path: Path, size: int, changed: int, whole: bool, touched: tuple[int, int]) -> str:
-    found = hashlib.sha256()
     with path.open("rb") as file:
         if whole:
-            while piece := file.read(_CHUNK):
-                found.update(piece)
-        else:
-            found.update(f"{size} {changed} ".encode() + file.read(_END))
-            file.seek(-_END, 2)
-            found.update(file.read(_END))
-    return found.hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        begin = f"{size} {changed} ".encode() + file.read(_END)
+        file.seek(-_END, 2)
+        return hashlib.sha256(begin + file.read(_END)).hexdigest()
 
 
 # -------------------------------------------------------------------------------------------------------------- models
@@ -228,18 +208,15 @@ def model_identity(model: Any, processor: Any = None) -> str:
     Of a folder every byte of the files that may decide an answer counts, of a hub id its commit (:func:`digests`). Of a loaded
     model its class, configuration and all weights; with ``processor`` also its tokenizer, chat template and settings.
 
-    Raises
-    ------
-    MmaccelError
-        If files cannot be read, or the commit of a hub id is unknown on this machine.
+    Raises MmaccelError if files cannot be read, or the commit of a hub id is unknown on this machine.
     """
     if isinstance(model, (str, Path)):
-        found = digests(str(model))
-        if None in found.values():
+        files = digests(str(model))
+        if None in files.values():
             raise MmaccelError(
                 f"The commit of {str(model)!r} is not known on this machine; load the model once, or give a folder."
             )
-        return digest(found)
+        return digest(files)
     generation = getattr(model, "generation_config", None)
     settings = [_settings(one) for one in (getattr(model, "config", None), generation)]
     weights = {name: _sums(weight) for name, weight in model.state_dict().items() if isinstance(weight, torch.Tensor)}
@@ -248,8 +225,8 @@ def model_identity(model: Any, processor: Any = None) -> str:
 
 def _settings(config: Any) -> dict[str, Any]:
     """A configuration without its origin and the version of transformers."""
-    found = config.to_dict() if hasattr(config, "to_dict") else {}
-    return {key: value for key, value in found.items() if key not in ("_name_or_path", "transformers_version")}
+    values = config.to_dict() if hasattr(config, "to_dict") else {}
+    return {key: value for key, value in values.items() if key not in ("_name_or_path", "transformers_version")}
 
 
 def _processor(processor: Any) -> Any:
@@ -274,7 +251,7 @@ def _sums(weight: torch.Tensor) -> Any:
         piece = flat[start : min(start + _CHUNK, even)]
         words = (piece if piece.storage_offset() % 8 == 0 else piece.clone()).view(torch.int64)
         x = words + torch.arange(start, start + len(words), device=words.device) * 0x9E3779B97F4A7C1
-        # a mix as in splitmix64: products wrap alike everywhere
+        # a mix as in splitmix64: products wrap in the same way everywhere
         x = (x ^ (x >> 30)) * 0x3F58476D1CE4E5B9
         x = (x ^ (x >> 27)) * 0x14D049BB133111EB
         total += int((x ^ (x >> 31)).sum())
@@ -298,7 +275,7 @@ def digests(model: str) -> dict[str, str | None]:
     from tqdm import tqdm
 
     files = _files(folder)
-    found: dict[str, str | None] = {}
+    digests: dict[str, str | None] = {}
     try:
         with tqdm(
             total=sum(path.stat().st_size for path in files),
@@ -310,17 +287,17 @@ def digests(model: str) -> dict[str, str | None]:
             leave=False,
         ) as bar:
             for path in files:
-                told = hashlib.sha256()
+                content = hashlib.sha256()
                 with path.open("rb") as file:
                     while piece := file.read(_CHUNK):
-                        told.update(piece)
+                        content.update(piece)
                         bar.update(len(piece))
-                found[f"file {path.relative_to(folder).as_posix()}"] = told.hexdigest()
+                digests[f"file {path.relative_to(folder).as_posix()}"] = content.hexdigest()
     except OSError as error:
         raise MmaccelError(
             f"Cannot read {str(error.filename or folder)!r} of the model ({error.strerror}); mend it, or give another model."
         ) from error
-    return found
+    return digests
 
 
 def _files(folder: Path) -> list[Path]:
@@ -382,7 +359,6 @@ class _Feed:
         self.hash.update(content)
 
     def add(self, value: Any) -> None:
-        """Add a value of any type."""
         if value is None or value is ... or isinstance(value, bool):
             self._put("is", repr(value))
         elif isinstance(value, int):
@@ -458,8 +434,8 @@ class _Feed:
             self._put("object", f"{kind.__module__}.{kind.__qualname__}")
             if dataclasses.is_dataclass(value) or _follows(kind.__module__, self.packages):
                 self.add(_fields(value))
-            elif " at 0x" not in (told := repr(value)):
-                self._put("told", told)
+            elif " at 0x" not in (text := repr(value)):
+                self._put("repr", text)
 
     # --- code -------------------------------------------------------------------------------------------------
     def _method(self, cls: Any) -> None:
@@ -552,10 +528,8 @@ def _follows(module: str, packages: set[str]) -> bool:
     return top in packages or top == "__main__" or (top not in sys.stdlib_module_names and top not in _installed())
 
 
-@functools.cache
-def _installed() -> frozenset[str]:
-    """Top names of installed packages."""
-    return frozenset(packages_distributions())
+#: top names of installed packages
+_installed = functools.cache(packages_distributions)
 
 
 def _source(module: str) -> Path | None:

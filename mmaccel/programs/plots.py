@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from ..core.files import write_whole
+from ..core.files import write_whole, writing
 from ..errors import MmaccelError
 
 #: colours (Okabe and Ito's, dark ones first), markers and dashes of curves, which also differ in grey
@@ -63,8 +63,6 @@ def image_of(figure: Any, kind: str = "png", dpi: int = 150) -> bytes:
 def save(figure: Any, path: Path) -> Path:
     """Write a figure as its suffix says, whole or not at all. Raises MmaccelError if that fails."""
     content = image_of(figure, path.suffix[1:])
-    try:
+    with writing(path, "give another file"):
         write_whole(path, content)
-    except OSError as error:
-        raise MmaccelError(f"Cannot write {str(path)!r} ({error.strerror}); give another file.") from error
     return path

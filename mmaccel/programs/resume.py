@@ -12,12 +12,10 @@ import torch
 from ..errors import MmaccelError, UnsupportedError
 from ..media.files import encode
 from .bench import provenance
-from .evaluate import Batch, Question, batches, sentence
+from .evaluate import Batch, Question, batches, halved, sentence
 from .identity import code_identity, digest, model_identity, question_identity
 
 T = TypeVar("T")
-#: members of a group that a message names at most
-_TOLD = 3
 
 
 def run_settings(model: Any, processor: Any, questions: Sequence[Question]) -> dict[str, Any]:
@@ -39,8 +37,8 @@ def shown(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any], remedy: str) -> None:
-    """Refuse to resume a run of which the settings were others. Raises MmaccelError if any differs; the message names all
-    that do, of groups (questions, recipes) the first few members.
+    """Refuse to resume a run with other settings. Raises MmaccelError if any differs; the message names the first settings that
+    differ, of groups (questions, recipes) the first few members.
 
     path : the file or folder of the earlier run. before, now : settings as plain data.
     """
@@ -50,12 +48,17 @@ def check_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]
         if old == new:
             continue
         if isinstance(old, dict) and isinstance(new, dict):
-            inner = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-            more = f" and {len(inner) - _TOLD} more" if len(inner) > _TOLD else ""
-            name = f"{name}: {', '.join(inner[:_TOLD])}{more}"
+            name += f": {listed([key for key in {**old, **new} if old.get(key) != new.get(key)], 3)}"
         differ.append(name)
     if differ:
-        raise MmaccelError(f"{str(path)!r} belongs to a run with different settings ({'; '.join(differ)}); {remedy}.")
+        raise MmaccelError(
+            f"{str(path)!r} belongs to a run with different settings ({listed(differ, 8, '; ')}); {remedy}."
+        )
+
+
+def listed(names: Sequence[str], most: int, separator: str = ", ") -> str:
+    """At most so many names, and the number of the others."""
+    return separator.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 @contextmanager
@@ -70,8 +73,8 @@ def naming_files(remedy: str) -> Iterator[None]:
 
 
 def usable(processor: Any, questions: Sequence[Question], complain: Callable[[str], None] | None) -> list[Question]:
-    """The questions of which the media can be read and that the processor takes; ``complain`` is told of each other one.
-    Raises MmaccelError if one cannot be used and there is no ``complain``."""
+    """The questions whose media can be read and are accepted by the processor; ``complain`` gets a sentence for every other
+    question. Raises MmaccelError if a question cannot be used and there is no ``complain``."""
 
     def read(batch: Batch) -> None:
         encode(processor, [prompt for _, prompt in batch])
@@ -86,37 +89,22 @@ def without_unusable(
     complain: Callable[[str], None] | None,
     fatal: tuple[type[Exception], ...] = (torch.OutOfMemoryError, UnsupportedError),
 ) -> tuple[Batch, T | None]:
-    """Results of ``run`` for a batch, without the questions that it cannot use.
+    """The usable questions of a batch, and the result of ``run`` for them (None if no question is usable).
 
-    Where ``run`` fails, every question is tried alone; those that fail are left out, and ``complain`` is told of each in a
-    sentence. Errors that are ``fatal`` say nothing of a question and are raised.
-
-    Returns
-    -------
-    The questions that were used, and what ``run`` made of them; None where all were left out.
+    If ``run`` fails for a batch, its halves are tried, and so on; ``complain`` gets a sentence for every question that fails
+    alone. Errors that are ``fatal`` have other causes than a question and are raised.
 
     Raises MmaccelError if a question cannot be used and there is no ``complain``.
     """
-    try:
-        return batch, run(batch)
-    except fatal:
-        raise
-    except Exception as error:
-        if complain is None and len(batch) == 1:
-            raise MmaccelError(_complaint(batch[0][0], error)) from error
-    used = []
-    for one in batch:
-        try:
-            run([one])
-            used.append(one)
-        except fatal:
-            raise
-        except Exception as error:
-            if complain is None:
-                raise MmaccelError(_complaint(one[0], error)) from error
-            complain(_complaint(one[0], error))
+
+    def fail(question: Question, error: Exception) -> None:
+        text = f"{question.label}: {sentence(error, 'The model cannot answer it')}"
+        if complain is None:
+            raise MmaccelError(text) from error
+        complain(text)
+
+    results = halved(batch, lambda part: (part, run(part)), fail, fatal)
+    if len(results) == 1:
+        return results[0]
+    used = [one for part, _ in results for one in part]
     return used, run(used) if used else None
-
-
-def _complaint(question: Question, error: Exception) -> str:
-    return f"{question.label}: {sentence(error, 'The model cannot answer it')}"

@@ -108,7 +108,12 @@ class VideoSession:
         new = as_frames(frames)
         size = new.shape[1:3]
         with model_lock(self.model), self._whole():
-            self._check_size(size)
+            if self._size and self._size != size:
+                height, width = self._size
+                raise MmaccelError(
+                    f"Frames must be {width} x {height} pixels like earlier ones, got {size[1]} x {size[0]}; resize them, or "
+                    "begin another session."
+                )
             for frame in new:
                 self._size = size
                 self._waiting.append(frame.copy())
@@ -149,16 +154,7 @@ class VideoSession:
         return self._state.nbytes() if self._frames else 0
 
     # --- inside -----------------------------------------------------------------------------------------------
-    def _check_size(self, size: tuple[int, ...]) -> None:
-        if self._size and self._size != size:
-            height, width = self._size
-            raise MmaccelError(
-                f"Frames must be {width} x {height} pixels like earlier ones, got {size[1]} x {size[0]}; resize them, or begin "
-                "another session."
-            )
-
     def _check_positions(self, tokens: int, new: int = 0) -> None:
-        """Raise MmaccelError if further ``tokens`` and ``new`` ones need more positions than the model has."""
         begin, positions = 0, self._state.positions
         if positions.offset is not None:
             ahead = 0 if positions.ahead is None else int(positions.ahead.max())
@@ -276,7 +272,6 @@ class VideoSession:
 
 
 def _common_prefix(one: Any, other: Any) -> int:
-    """The length of the common beginning of two prompts."""
     width = min(one["input_ids"].shape[1], other["input_ids"].shape[1])
     same = one["input_ids"][0, :width] == other["input_ids"][0, :width]
     return int(same.long().cumprod(0).sum())

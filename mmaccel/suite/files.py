@@ -119,7 +119,6 @@ def _sample(line: str, folder: Path) -> Sample:
 
 
 def _text(record: dict[str, Any], field: str) -> str:
-    """A text field; empty if it is missing or null."""
     value = record.get(field)
     if value is not None and not isinstance(value, str):
         raise ValueError(f"the field {field!r} must be text")

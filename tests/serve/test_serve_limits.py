@@ -457,7 +457,7 @@ def test_memory_is_given_back(served, things, monkeypatch):
             hostile.post(where(served), sent)
         until(lambda: given_back)
     tidied = []
-    monkeypatch.setattr(app._Chat, "_tidy", lambda self: tidied.append(True))
+    monkeypatch.setattr(app._Chat, "_trim_soon", lambda self: tidied.append(True))
     # what is small is not worth it
     hostile.post(where(served), hostile.with_text("?"))
     hostile.post(where(served), large + b"{")

@@ -72,7 +72,7 @@ def test_files_that_are_not_gone_on_with(tmp_path: Path) -> None:
     with AnswerFile(path, {"frames": 6, "recipe": {"name": "x"}}) as file:
         file.write(record("1"))
         file.write(record("2"))
-    with pytest.raises(MmaccelError, match=r"different settings \(frames, recipe\)"):
+    with pytest.raises(MmaccelError, match=r"different settings \(frames; recipe: name\)"):
         AnswerFile(path, {"frames": 8, "recipe": {"name": "y"}})
     content = path.read_bytes()
     path.write_bytes(content.replace(b'"1"', b'"1'))

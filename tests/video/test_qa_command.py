@@ -53,7 +53,7 @@ def test_the_command(films: Path, model: Path, tmp_path: Path, capsys: pytest.Ca
     assert main(argv) == 0 and out.read_bytes() == content
     capsys.readouterr()
     assert main([*argv, "--retain", "0.5"]) == 2
-    assert "different settings (recipe, " in capsys.readouterr().err
+    assert "different settings (recipe: " in capsys.readouterr().err
 
 
 def test_strict_stops_at_the_first(

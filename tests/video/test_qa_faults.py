@@ -22,6 +22,7 @@ import transformers
 
 from mmaccel import MmaccelError, get_method, get_recipe
 from mmaccel.cli import main
+from mmaccel.cli.shared import text
 from mmaccel.core import files
 from mmaccel.programs import identity
 from mmaccel.programs.bench import provenance
@@ -109,7 +110,7 @@ def test_files_that_come_and_go_count_and_a_few_are_named(folder: Path, tmp_path
     begun(tmp_path / "a.jsonl", settings)
     (folder / "added_tokens.json").write_text("{}")
     (folder / "merges.txt").unlink()
-    with pytest.raises(MmaccelError, match=r"\(file merges.txt, file added_tokens.json\)"):
+    with pytest.raises(MmaccelError, match=r"\(file merges.txt; file added_tokens.json\)"):
         AnswerFile(tmp_path / "a.jsonl", settings.identity())
     for path in folder.glob("*.*"):
         path.write_text("else")
@@ -360,7 +361,7 @@ def test_a_summary_that_cannot_be_written_is_said_at_once(
 ) -> None:
     assert main(stub(line("one?"), more=("--json", "/proc/summary.json"))) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "Cannot write --json '/proc/summary.json'" in err
+    assert err.count("\n") == 1 and "Cannot write '/proc/summary.json'" in err
     assert not (tmp_path / "a.jsonl").exists()
     assert main(stub(line("one?"), more=("--json", str(tmp_path / "s.json")))) == 0
     assert json.loads((tmp_path / "s.json").read_text())["questions"] == 1
@@ -384,10 +385,12 @@ def test_a_disk_that_fills_up_before_the_summary_is_one_sentence(
             raise OSError(28, "No space left on device")
         write(path, content)
 
-    monkeypatch.setattr(files, "write_whole", full)
+    monkeypatch.setattr(text, "write_whole", full)
     assert main(argv) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "No space left on device" in err and "give another file to resume" in err
+    assert (
+        err.count("\n") == 1 and "No space left on device" in err and "give another file with --json to resume" in err
+    )
     monkeypatch.undo()
     assert main(argv) == 0 and json.loads((tmp_path / "s.json").read_text())["taken_over"] == 1
 

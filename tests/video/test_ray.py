@@ -148,7 +148,7 @@ def test_a_worker_tells_everything_once(monkeypatch: pytest.MonkeyPatch) -> None
                 raise MmaccelError("no room")
 
     def told(worker: cluster._Worker, *job: Any) -> list[list[Any]]:
-        return [list(map(cluster._unpack, rows["told"])) for rows in worker({"job": [cluster._pack(job)]})]
+        return [list(map(cluster._unpack, rows["output"])) for rows in worker({"job": [cluster._pack(job)]})]
 
     monkeypatch.setattr(cluster, "VideoAnswerer", Answerer)
     worker = cluster._Worker(settings())

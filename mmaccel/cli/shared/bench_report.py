@@ -28,10 +28,10 @@ _WATCHED = {"ttft": "first token", "decode": "decoding", "requests": "requests"}
 
 def cases(report: Mapping[str, Any]) -> Iterable[tuple[str, list[Row]]]:
     """The rows of every case, the bare model's first."""
-    found: dict[str, list[Row]] = {}
+    groups: dict[str, list[Row]] = {}
     for row in report["rows"]:
-        found.setdefault(_case(row), []).append(row)
-    return found.items()
+        groups.setdefault(_case(row), []).append(row)
+    return groups.items()
 
 
 def _case(row: Row) -> str:
@@ -72,20 +72,20 @@ HEAD = (
 def line(row: Row) -> list[str]:
     """One row of the table; a ratio shows its spread."""
     figures = row["figures"]
-    told = [row["recipe"], _tokens(row), _spread(figures["ttft_s"], seconds), *_ratio(row, "ttft", True)]
-    told += [_spread(figures.get("decode_tokens_per_s"), "{:.1f}".format), *_ratio(row, "decode")]
-    told += [_spread(figures["requests_per_s"], "{:.2f}".format), *_ratio(row, "requests")]
+    cells = [row["recipe"], _tokens(row), _spread(figures["ttft_s"], seconds), *_ratio(row, "ttft", True)]
+    cells += [_spread(figures.get("decode_tokens_per_s"), "{:.1f}".format), *_ratio(row, "decode")]
+    cells += [_spread(figures["requests_per_s"], "{:.2f}".format), *_ratio(row, "requests")]
     peak = figures.get("peak_bytes")
-    told += ["-" if peak is None else nbytes(peak["median"]), nbytes(row["kv_bytes"])]
+    cells += ["-" if peak is None else nbytes(peak["median"]), nbytes(row["kv_bytes"])]
     full = row["operations"]["vision"] + row["operations"]["language"]
     saved = row.get("saved", {}).get("operations")
-    return [*told, "-" if saved is None else f"{saved / (saved + full):.0%}"]
+    return [*cells, "-" if saved is None else f"{saved / (saved + full):.0%}"]
 
 
-def _spread(found: dict[str, Any] | None, write: Callable[[float], str]) -> str:
-    if found is None:
+def _spread(figure: dict[str, Any] | None, write: Callable[[float], str]) -> str:
+    if figure is None:
         return "-"
-    spread = Spread.of(found)
+    spread = Spread.of(figure)
     return f"{write(spread.median)} ±{spread.notch / spread.median:.0%}"
 
 
@@ -95,12 +95,12 @@ def _tokens(row: Row) -> str:
 
 
 def _ratio(row: Row, figure: str, realised: bool = False) -> list[str]:
-    found = row.get("speedup", {}).get(figure)
-    if found is None:
+    speedup = row.get("speedup", {}).get(figure)
+    if speedup is None:
         return ["-"] * (3 if realised else 2)
-    spread = Spread.of(found)
-    told = [f"{spread.median:.2f} ±{spread.notch:.2f}", f"{row['promised'][figure]:.2f}"]
-    return [*told, f"{row['realised'][figure]:.0%}"] if realised else told
+    spread = Spread.of(speedup)
+    cells = [f"{spread.median:.2f} ±{spread.notch:.2f}", f"{row['promised'][figure]:.2f}"]
+    return [*cells, f"{row['realised'][figure]:.0%}"] if realised else cells
 
 
 def parts(row: Row) -> str:
@@ -115,7 +115,7 @@ def losses(row: Row) -> list[str]:
     """Note of what did not get faster, and why, in a sentence; empty if everything did."""
     if row["problem"] is not None or "verdict" not in row:
         return []
-    worse = [_WATCHED[name] for name, found in row["verdict"].items() if found == "slower"]
+    worse = [_WATCHED[name] for name, verdict in row["verdict"].items() if verdict == "slower"]
     said = [f"SLOWER than the bare model: {', '.join(worse)}"] if worse else []
     if row["verdict"]["ttft"] == "same":
         said.append("no difference in the first token beyond noise")
@@ -177,12 +177,12 @@ def draw(report: Mapping[str, Any], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row for row in report["rows"] if row["problem"] is None]
     title = f"{report['model']['name']} on {report['machine']['processor']}"
-    made = {
+    figures = {
         "ttft.png": _stacked(pyplot, title, [row for row in rows if not row["closed_loop"]]),
         "memory.png": _memory(pyplot, title, rows),
         "throughput.png": _throughput(pyplot, title, [row for row in rows if row["closed_loop"]]),
     }
-    return [plots.save(figure, folder / name) for name, figure in made.items() if figure is not None]
+    return [plots.save(figure, folder / name) for name, figure in figures.items() if figure is not None]
 
 
 def _stacked(pyplot: Any, title: str, rows: Sequence[Row]) -> Any:
@@ -211,10 +211,10 @@ def _stacked(pyplot: Any, title: str, rows: Sequence[Row]) -> Any:
 
 def _curves(points: Iterable[tuple[Any, tuple[float, float]]]) -> dict[Any, list[tuple[float, float]]]:
     """Sorted points by key, where a key has several."""
-    found: dict[Any, list[tuple[float, float]]] = {}
+    curves: dict[Any, list[tuple[float, float]]] = {}
     for key, point in points:
-        found.setdefault(key, []).append(point)
-    return {key: sorted(several) for key, several in found.items() if len(several) > 1}
+        curves.setdefault(key, []).append(point)
+    return {key: sorted(several) for key, several in curves.items() if len(several) > 1}
 
 
 def _memory(pyplot: Any, title: str, rows: Sequence[Row]) -> Any:
@@ -235,7 +235,7 @@ def _memory(pyplot: Any, title: str, rows: Sequence[Row]) -> Any:
     panes[0].axhline(full["kv_bytes"] / 2**20, **plots.BASELINE, label="bare")
     if "peak_bytes" in full["figures"]:
         panes[1].axhline(full["figures"]["peak_bytes"]["median"] / 2**20, **plots.BASELINE)
-    drawn = {name: points for (found, name), points in curves.items() if found == case}
+    drawn = {name: points for (of, name), points in curves.items() if of == case}
     for number, (name, points) in enumerate(drawn.items()):
         panes[0].plot(*zip(*points, strict=True), **plots.curve_style(number), label=name)
         if line := [(x, y) for x, y, whose in peaks if whose == name]:

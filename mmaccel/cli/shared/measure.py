@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -60,14 +61,13 @@ def rows(recipes: Sequence[str], budgets: Sequence[float] | None) -> list[Row]:
     """Recipe ``none`` first, as the baseline, then every recipe at every budget, each once."""
     from ...programs.evaluate import Row
 
-    found = [Row("none")]
+    rows = [Row("none")]
     for name, base in named(recipes):
-        # among others, a recipe without a budget gets none
+        # a recipe without a budget is run once among others, and refuses a budget alone
         for budget in budgets if budgets and (base.primary is not None or len(recipes) == 1) else [None]:
-            row = Row(base, budget)
-            row.name = name
-            found.append(row)
-    return list({row.title: row for row in found}.values())
+            rows.append(Row(base, budget))
+            rows[-1].name = name
+    return list({row.title: row for row in rows}.values())
 
 
 class Run:
@@ -121,25 +121,24 @@ class Run:
         options = self.asked
         if options.data is None:
             groups = {"image": IMAGE_TASKS, "video": VIDEO_TASKS, "document": DOCUMENT_TASKS}
-            named = [task for name in options.suite or ["image"] for task in groups.get(name, (name,))]
-            tasks = list(dict.fromkeys(named))
+            names = options.suite or ["image"]
+            tasks = list(dict.fromkeys(task for name in names for task in groups.get(name, (name,))))
             if unknown := [task for task in tasks if all(task not in group for group in groups.values())]:
                 known = [f"{name} ({', '.join(group)})" for name, group in groups.items()]
                 raise MmaccelError(
                     f"There is no task {unknown[0]!r}; known are {', '.join(known[:-1])} and {known[-1]}."
                 )
-            if any(task in VIDEO_TASKS for task in tasks):
-                if options.frames < 8 or options.frames % 2:
-                    raise MmaccelError(
-                        f"--frames must be an even number of at least 8 for clips of the suite, got {options.frames}."
-                    )
-                self.video = True
+            self.video = any(task in VIDEO_TASKS for task in tasks)
+            if self.video and (options.frames < 8 or options.frames % 2):
+                raise MmaccelError(
+                    f"--frames must be an even number of at least 8 for clips of the suite, got {options.frames}."
+                )
             count = options.limit or _PER_TASK
-            found = ask_suite(tasks, count, split=self.split, frames=options.frames, pixels=options.pixels)
-            return found, {"suite": tasks, "split": self.split, "questions_a_task": count, "pixels": options.pixels}
+            questions = ask_suite(tasks, count, split=self.split, frames=options.frames, pixels=options.pixels)
+            return questions, {"suite": tasks, "split": self.split, "questions_a_task": count, "pixels": options.pixels}
         if self.about is not None and options.data.is_dir():
-            found = ask_folder(options.data, self.about, frames=options.frames)[: options.limit]
-            return found, {"data": str(options.data), "asked": self.about, "limit": options.limit}
+            questions = ask_folder(options.data, self.about, frames=options.frames)[: options.limit]
+            return questions, {"data": str(options.data), "asked": self.about, "limit": options.limit}
         if not options.data.is_file():
             raise MmaccelError(f"There is no file {str(options.data)!r}; give a JSONL file with a question a line.")
         try:
@@ -148,8 +147,8 @@ class Run:
             raise MmaccelError(f"Cannot read {str(options.data)!r} ({error.strerror}); give a JSONL file.") from error
         except ValueError as error:
             raise MmaccelError("; ".join(str(error).splitlines()[:4]) + ".") from error
-        asked = {"data": str(options.data), "limit": options.limit}
-        return ask_samples(samples[: options.limit], frames=options.frames), asked
+        settings = {"data": str(options.data), "limit": options.limit}
+        return ask_samples(samples[: options.limit], frames=options.frames), settings
 
     @staticmethod
     def _identity(question: Question) -> str:
@@ -175,14 +174,14 @@ class Run:
         for row in rows:
             row.identity = recipe_parts(row.recipe, self.folder)
         asked = [(question.label, self._identity(question)) for question in self.questions]
-        with Results(self.path, self.settings, asked, keep_answers) as results:
+        with closing(Results(self.path, self.settings, asked, keep_answers)) as results:
             results.take_over(rows)
             results.begin()
             try:
                 with working("answers", len(self.questions) * len(rows), sum(row.asked for row in rows)) as bar:
 
-                    def complain(told: str) -> None:
-                        results.leave_out(told)
+                    def complain(sentence: str) -> None:
+                        results.leave_out(sentence)
                         bar.total = (bar.total or 0) - len(rows)
 
                     known = {row.title: len(row.failed) for row in rows}
@@ -210,7 +209,7 @@ class Run:
         return report
 
     def _report(self, rows: list[Row], results: Results) -> dict[str, Any]:
-        said = results.said
+        answers = results.answers
         failed = [f"{row.title}: {one['question']}: {one['error']}" for row in rows for one in row.failed]
         return {
             "command": provenance.command("mmaccel", arguments=self.typed),
@@ -221,7 +220,7 @@ class Run:
             "asked": results.questions,
             "left_out": results.left_out,
             "complaints": [*self.complaints, *results.left_out, *failed],
-            "rows": [{**row.as_dict(), **({"answers": said[row.title]} if row.title in said else {})} for row in rows],
+            "rows": [row.as_dict() | ({"answers": answers[row.title]} if row.title in answers else {}) for row in rows],
         }
 
     def call(self, what: str, function: Callable[..., T], **options: Any) -> T:

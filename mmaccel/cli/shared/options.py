@@ -119,26 +119,26 @@ class RecipeOptions:
     def changes(self) -> dict[str, Any]:
         """Changes of a recipe by ``--retain`` and ``--set``. Raises MmaccelError if a text is no option, or its
         value cannot be read."""
-        found: dict[str, Any] = {} if self.retain is None else {"retain": self.retain}
-        return found | dict(_setting(text) for text in self.set or ())
+        changes: dict[str, Any] = {} if self.retain is None else {"retain": self.retain}
+        return changes | dict(_setting(text) for text in self.set or ())
 
     def chosen(self) -> Recipe:
         """The recipe, checked. Raises MmaccelError if there is none of that name, or it has no such option."""
         from ...recipe import get_recipe
 
-        found = get_recipe(self.recipe).override(**self.changes())
-        found.build()
-        return found
+        recipe = get_recipe(self.recipe).override(**self.changes())
+        recipe.build()
+        return recipe
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    key, sign, told = text.partition("=")
+    key, sign, written = text.partition("=")
     if not sign or not key:
         raise MmaccelError(f"--set takes OPTION=VALUE, such as --set layer=3, got {text!r}.")
     try:
-        value = json.loads(told, parse_int=short_int)
+        value = json.loads(written, parse_int=short_int)
     except json.JSONDecodeError:
-        return key, told
+        return key, written
     except (ValueError, RecursionError) as error:
         raise MmaccelError(f"--set {key}: the value cannot be read ({no_json(error)}); give a shorter one.") from error
     return key, tuple(value) if isinstance(value, list) else value
@@ -148,14 +148,14 @@ def rows_of(recipes: Sequence[str], budgets: Sequence[float] | None) -> list[tup
     """Every recipe at every budget, once, with a title that no other has; one without a budget just once."""
     from ...core.budget import budget_text
 
-    found = {}
+    rows = {}
     for name, base in named(recipes):
         if not budgets or base.primary is None:
-            found[name] = base
+            rows[name] = base
             continue
         for share in budgets:
-            found[f"{name} {budget_text(share)}"] = base.override(retain=share)
-    return list(found.items())
+            rows[f"{name} {budget_text(share)}"] = base.override(retain=share)
+    return list(rows.items())
 
 
 def named(recipes: Sequence[str]) -> list[tuple[str, Recipe]]:
@@ -168,13 +168,13 @@ def named(recipes: Sequence[str]) -> list[tuple[str, Recipe]]:
     for text in recipes:
         one = get_recipe(text)
         given.setdefault(recipe_identity(one), (text, one))
-    found: dict[str, Recipe] = {}
+    by_name: dict[str, Recipe] = {}
     for text, one in given.values():
         others = [other for other, its in given.values() if its.name == one.name and other != text]
         name, file = one.name, Path(text).name
         if others and text != name:
             name += f" ({text if file in [Path(other).name for other in others] else file})"
-        while name in found:
+        while name in by_name:
             name += "'"
-        found[name] = one
-    return list(found.items())
+        by_name[name] = one
+    return list(by_name.items())

@@ -12,10 +12,9 @@ import json
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ...core.files import AppendFile
+from ...core.files import RESUME, AppendFile, writing
 from ...errors import MmaccelError, no_json
 from .text import write_json
 
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 
 #: changed questions that a message names at most
 _NAMED = 3
+#: fields of an answer in the report
+_REPORTED = ("name", "task", "expected", "full", "answer", "right", "same", "kl")
 
 
 class Results:
@@ -44,10 +45,10 @@ class Results:
     def __init__(
         self, path: Path | None, settings: Mapping[str, Any], questions: Iterable[tuple[str, str]], answers: bool
     ) -> None:
-        self.path, self.answers = path, answers
+        self.path, self.keep_answers = path, answers
         self.settings, self.questions = plain(settings), [list(pair) for pair in questions]
         #: answers for the report, by title of the row
-        self.said: dict[str, list[dict[str, Any]]] = {}
+        self.answers: dict[str, list[dict[str, Any]]] = {}
         self.left_out: list[str] = []
         #: rows of an earlier run that are not in this run
         self.others: list[dict[str, Any]] = []
@@ -70,9 +71,9 @@ class Results:
     def _read_report(self, path: Path) -> bool:
         """Read rows from the report; returns False if its questions differ."""
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            before, questions, self.others = dict(found["settings"]), list(found["asked"]), list(found["rows"])
-            self.left_out = list(found["left_out"])
+            report = json.loads(path.read_text(encoding="utf-8"))
+            before, questions, self.others = dict(report["settings"]), list(report["asked"]), list(report["rows"])
+            self.left_out = list(report["left_out"])
             for row in self.others:
                 _ = row["title"], dict(row["identity"]), row["figures"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -113,11 +114,9 @@ class Results:
         self._end = end
 
     def _check(self, before: Mapping[str, Any], path: Path) -> None:
-        if differ := [key for key in {**before, **self.settings} if before.get(key) != self.settings.get(key)]:
-            raise MmaccelError(
-                f"{str(path)!r} holds results of a run with different settings ({', '.join(differ)}); give another "
-                "file, or delete this one."
-            )
+        from ...programs.resume import check_settings
+
+        check_settings(path, before, self.settings, "give another file, or delete this one")
 
     def _same(self, before: list[Any], path: Path) -> bool:
         """Whether an earlier run asked the same questions; if not, its results are discarded."""
@@ -140,32 +139,32 @@ class Results:
         whole: list[str] = []
         part: list[str] = []
         for row in rows:
-            mine = next((old for old in self.others if old["identity"] == row.identity), None)
-            if mine is None:
+            earlier = next((old for old in self.others if old["identity"] == row.identity), None)
+            if earlier is None:
                 self._explain(row)
-            elif self.answers and "answers" not in mine:
+            elif self.keep_answers and "answers" not in earlier:
                 print(f"{row.title} is run again: the file has no answers of it.", file=sys.stderr)
-                self.others.remove(mine)
+                self.others.remove(earlier)
             else:
-                self.others.remove(mine)
-                row.restore(mine)
-                if self.answers:
-                    self.said[row.title] = list(mine["answers"])
+                self.others.remove(earlier)
+                row.restore(earlier)
+                if self.keep_answers:
+                    self.answers[row.title] = list(earlier["answers"])
             for line in self._lines:
                 if line["row"] == row.identity and line["batch"] == row.batches:
                     answers = [Answer(**{**one, "notes": tuple(one["notes"])}) for one in line["answers"]]
                     row.add(answers, line["failed"])
-                    self.say(row, answers)
+                    self._keep(row, answers)
             if row.batches:
                 done = row.asked + len(self.left_out) >= len(self.questions)
                 (whole if done else part).append(row.title if done else f"{row.title} ({row.asked} answers)")
-        told = []
+        sentences = []
         if whole:
-            told.append(f"{len(whole)} of {len(rows)} recipes are taken over from {self.path}: {', '.join(whole)}")
+            sentences.append(f"{len(whole)} of {len(rows)} recipes are taken over from {self.path}: {', '.join(whole)}")
         if part:
-            told.append(f"begun in {self.path}: {', '.join(part)}")
-        if told:
-            print("; ".join(told), file=sys.stderr)
+            sentences.append(f"begun in {self.path}: {', '.join(part)}")
+        if sentences:
+            print("; ".join(sentences), file=sys.stderr)
 
     def _explain(self, row: Row) -> None:
         for old in [one for one in self.others if one["title"] == row.title]:
@@ -188,20 +187,21 @@ class Results:
 
     def add(self, row: Row, answers: list[Answer], failed: list[dict[str, str]]) -> None:
         """Append a batch that the row contains already; when this returns, it is on the disk."""
-        self.say(row, answers)
-        told = [dataclasses.asdict(one) for one in answers]
-        self._append({"row": row.identity, "batch": row.batches - 1, "answers": told, "failed": failed})
+        self._keep(row, answers)
+        plain_answers = [dataclasses.asdict(one) for one in answers]
+        self._append({"row": row.identity, "batch": row.batches - 1, "answers": plain_answers, "failed": failed})
 
-    def leave_out(self, told: str) -> None:
-        """Append a question that is left out for all recipes."""
-        if told not in self.left_out:
-            self.left_out.append(told)
-            self._append({"left_out": told})
+    def leave_out(self, sentence: str) -> None:
+        """Append the sentence about a question that is left out for all recipes."""
+        if sentence not in self.left_out:
+            self.left_out.append(sentence)
+            self._append({"left_out": sentence})
 
-    def say(self, row: Row, answers: list[Answer]) -> None:
+    def _keep(self, row: Row, answers: list[Answer]) -> None:
         """Keep answers for the report."""
-        if self.answers:
-            self.said.setdefault(row.title, []).extend(map(spoken, answers))
+        if self.keep_answers:
+            kept = [{name: getattr(one, name) for name in _REPORTED} for one in answers]
+            self.answers.setdefault(row.title, []).extend(kept)
 
     def _append(self, line: Mapping[str, Any]) -> None:
         if self._journal is not None:
@@ -211,17 +211,13 @@ class Results:
         """Write the report, whole or not at all, and remove the journal."""
         if self.path is None:
             return
-        try:
+        with writing(self.path, RESUME):
             write_json(self.path, plain(report))
-        except OSError as error:
-            raise MmaccelError(
-                f"Cannot write {str(self.path)!r} ({error.strerror}); when that is mended, the same command goes on."
-            ) from error
         with contextlib.suppress(OSError):
             self.journal.unlink()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Release the file; an empty journal is removed."""
         if self._journal is None:
             return
         with contextlib.suppress(OSError):
@@ -229,19 +225,7 @@ class Results:
                 self.journal.unlink()
         self._journal.close()
 
-    def __enter__(self) -> Results:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
 
 def plain(data: Any) -> Any:
-    """As it comes back from JSON."""
+    """The data after a round trip through JSON."""
     return json.loads(json.dumps(data, default=str))
-
-
-def spoken(answer: Answer) -> dict[str, Any]:
-    """An answer for the report."""
-    names = ("name", "task", "expected", "full", "answer", "right", "same", "kl")
-    return {name: getattr(answer, name) for name in names}

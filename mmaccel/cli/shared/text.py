@@ -28,13 +28,13 @@ def table(rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
 
     screen = console()
     look: Any = {"box": SIMPLE_HEAD} if screen.is_terminal else {"box": None, "padding": (0, 2, 0, 0)}
-    made = Table(pad_edge=False, show_edge=False, header_style="bold", **look)
+    grid = Table(pad_edge=False, show_edge=False, header_style="bold", **look)
     for number, title in enumerate(rows[0]):
-        made.add_column(title, justify="right" if number in numbers else "left", overflow="fold")
+        grid.add_column(title, justify="right" if number in numbers else "left", overflow="fold")
     for row in rows[1:]:
-        made.add_row(*row)
+        grid.add_row(*row)
     with screen.capture() as captured:
-        screen.print(made)
+        screen.print(grid)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 

@@ -37,25 +37,25 @@ class Operations:
 
 def count_operations(model: Any, call: Callable[[], Any]) -> Operations:
     """Operations of ``call``, which must be one prefill of ``model``, bare or accelerated."""
-    family, found = family_of(model), Operations()
+    family, operations = family_of(model), Operations()
     heads = family.text.config.num_attention_heads
     inside = {id(module) for part in (family.text, model.lm_head) for module in part.modules()}
 
     def linear(module: Any, args: Any, output: Tensor) -> None:
         spent = 2.0 * module.in_features * output.numel()
         if id(module) in inside:
-            found.language += spent
+            operations.language += spent
         else:
-            found.vision += spent
+            operations.vision += spent
 
     def experts(module: Any, args: Any, kwargs: Any) -> None:
         chosen = next(x for x in (*args, *kwargs.values()) if not x.is_floating_point())
-        found.language += 2.0 * _one_expert(module) * chosen.numel()
+        operations.language += 2.0 * _one_expert(module) * chosen.numel()
 
     def text_layer(number: int, module: Any, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         width = heads * family.heads_in(number)[1]
-        found.language += 2.0 * width * hidden.shape[0] * hidden.shape[1] ** 2
+        operations.language += 2.0 * width * hidden.shape[0] * hidden.shape[1] ** 2
 
     def tower_layer(module: Any, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -67,7 +67,7 @@ def count_operations(model: Any, call: Callable[[], Any]) -> Operations:
             pairs = float(packed.diff().double().square().sum())
         else:
             pairs = float(hidden.shape[0] * hidden.shape[1] ** 2)
-        found.vision += 4.0 * hidden.shape[-1] * pairs
+        operations.vision += 4.0 * hidden.shape[-1] * pairs
 
     handles = [module.register_forward_hook(linear) for module in model.modules() if isinstance(module, nn.Linear)]
     handles += [
@@ -84,7 +84,7 @@ def count_operations(model: Any, call: Callable[[], Any]) -> Operations:
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return operations
 
 
 def _experts(text: nn.Module) -> list[Any]:
@@ -93,7 +93,6 @@ def _experts(text: nn.Module) -> list[Any]:
 
 
 def _one_expert(module: Any) -> int:
-    """The weights of one expert."""
     return int(module.gate_up_proj[0].numel() + module.down_proj[0].numel())
 
 
@@ -116,9 +115,9 @@ def stored_bytes(cache: Any) -> tuple[int, int]:
     if state is None:
         layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
         return _once(x for layer in layers for x in (layer.keys, layer.values)), 0
-    beside = [*state.shared.tensors(), *(x for layer in state.layers for x in layer.schedule.tensors())]
-    every = [*beside, *(x for layer in state.layers for x in layer.tensors())]
-    return _once(every) - _once(beside), _once(beside)
+    metadata = [*state.shared.tensors(), *(x for layer in state.layers for x in layer.schedule.tensors())]
+    every = [*metadata, *(x for layer in state.layers for x in layer.tensors())]
+    return _once(every) - _once(metadata), _once(metadata)
 
 
 def _once(tensors: Iterable[Tensor]) -> int:

@@ -62,16 +62,12 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> Spread:
 
 def verdict(speedup: Spread) -> str:
     """``faster``, ``slower``, or ``same`` when the difference is not beyond noise."""
-    if speedup.low > 1.0 and speedup.median > 1.0 + LEAST:
-        return "faster"
-    if speedup.high < 1.0 and speedup.median < 1.0 / (1.0 + LEAST):
-        return "slower"
-    return "same"
+    return {1: "faster", 0: "same", -1: "slower"}[changed(Spread((1.0,)), speedup)]
 
 
 def changed(before: Spread, after: Spread) -> int:
     """-1 if ``after`` is lower than ``before`` beyond noise, 1 if it is higher, else 0."""
-    if after.high < before.low and after.median < before.median * (1 - LEAST):
+    if after.high < before.low and after.median < before.median / (1 + LEAST):
         return -1
     if after.low > before.high and after.median > before.median * (1 + LEAST):
         return 1

@@ -51,7 +51,7 @@ def measured(claim: Claim, report: Mapping[str, Any]) -> list[tuple[Mapping[str,
     if report["model"]["shape"] != claim.shape:
         return []
     bare: dict[tuple[Any, ...], Mapping[str, Any]] = {}
-    found = []
+    hits = []
     for row in report["rows"]:
         case = row["workload"], row["answer"], row["batch"], row["closed_loop"]
         if row["problem"] is None and row["recipe"] == "bare":
@@ -61,8 +61,8 @@ def measured(claim: Claim, report: Mapping[str, Any]) -> list[tuple[Mapping[str,
         if row["name"] != claim.recipe or (claim.retain is not None and row["retain"] != claim.retain):
             continue
         if (ratio := _ratio(claim.figure, row, bare[case])) is not None:
-            found.append((row, ratio))
-    return found
+            hits.append((row, ratio))
+    return hits
 
 
 def _ratio(figure: str, row: Mapping[str, Any], bare: Mapping[str, Any]) -> float | None:
@@ -81,10 +81,10 @@ def claims_table(reports: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     rows = [["paper", "model", "retention", "figure", "claimed", "source", "here", "machine"]]
     for claim in CLAIMS:
         on = f"{claim.ratio:g}x" + (f" ({claim.hardware})" if claim.hardware else "")
-        told = [claim.recipe, claim.model or "-", claim.retention or "-", claim.figure, on, claim.source]
+        cells = [claim.recipe, claim.model or "-", claim.retention or "-", claim.figure, on, claim.source]
         hits = [(report, row, ratio) for report in reports for row, ratio in measured(claim, report)]
         for report, row, ratio in hits:
-            rows.append([*told, f"{ratio:.2f}x ({row['recipe']})", report["machine"]["processor"]])
+            rows.append([*cells, f"{ratio:.2f}x ({row['recipe']})", report["machine"]["processor"]])
         if not hits:
-            rows.append([*told, "not measured here", ""])
+            rows.append([*cells, "not measured here", ""])
     return rows

@@ -20,12 +20,13 @@ import torch
 from ...accelerate import accelerated
 from ...core.stats import Clock
 from ...core.transformers_api import cache_of
-from ...errors import MmaccelError, UnsupportedError
+from ...errors import MmaccelError, UnsupportedError, first_line
 from ...families import family_of
 from ...kv.cache import cache_bytes
 from ...media.prepare import prepare
 from ...recipe import Recipe
 from ...runtime.call.call import current
+from ..model_lock import TokenTimer
 from .arithmetic import (
     Operations,
     count_operations,
@@ -81,23 +82,17 @@ class Sample:
     stats: dict[str, Any]
 
 
-class Stamps:
-    """A streamer that notes when each token reaches the host, and the time of selection before the first one. The prompt comes
-    first."""
+class Stamps(TokenTimer):
+    """A streamer that notes when each token reaches the host, and the time of selection before the first one."""
 
-    def __init__(self) -> None:
-        self.at: list[float] = []
-        self.selection = 0.0
+    selection = 0.0
 
     def put(self, value: Any) -> None:
         """Note the time."""
-        self.at.append(time.perf_counter())
-        if len(self.at) == 2 and (scope := current()) is not None:
+        super().put(value)
+        if len(self.times) == 2 and (call := current()) is not None:
             # some methods also select at decode steps
-            self.selection = scope.stats.clock.seconds().get("selection", 0.0)
-
-    def end(self) -> None:
-        """Do nothing."""
+            self.selection = call.stats.clock.seconds().get("selection", 0.0)
 
 
 @contextmanager
@@ -227,11 +222,10 @@ class Bench:
             for row in range(case.batch):
                 given[row], taken = clip.decode()
                 decoding += taken
-        made = self.subject.inputs(work, given, processor)
         device, dtype = self.model.device, self.model.dtype
         inputs = {
             name: value.to(device, dtype if value.is_floating_point() else None)
-            for name, value in made.items()
+            for name, value in self.subject.inputs(work, given, processor).items()
             if isinstance(value, torch.Tensor)
         }
         self._synchronise()
@@ -242,7 +236,6 @@ class Bench:
             torch.cuda.synchronize(self.model.device)
 
     def _put_on(self, variant: Variant) -> tuple[AbstractContextManager[Any], Any]:
-        """The context and the processor of a variant."""
         processor = self.subject.processor
         if variant.recipe is None:
             return nullcontext(), processor
@@ -275,13 +268,13 @@ class Bench:
         handle = getattr(self.model, "mmaccel", None)
         stats = handle.stats() if handle is not None else {}
         seconds = clock.seconds()
-        ttft = stamps.at[1] - begin
+        ttft = stamps.times[1] - begin
         parts |= {"vision": seconds.get("vision", 0.0), "selection": stamps.selection}
         parts["prefill"] = max(0.0, seconds["language"] - stamps.selection)
         parts["rest"] = max(0.0, ttft - sum(parts.values()))
         decode = None
         if case.answer > 1:
-            decode = case.batch * (case.answer - 1) / (stamps.at[case.answer] - stamps.at[1])
+            decode = case.batch * (case.answer - 1) / (stamps.times[case.answer] - stamps.times[1])
         stored, metadata = stored_bytes(cache_of(out))
         return Sample(
             ttft=ttft,
@@ -305,17 +298,17 @@ class Bench:
             if not case.loop:
                 return self.service(case, processor, **variant.options)
             begin = time.perf_counter()
-            found = [self.service(case, processor, **variant.options) for _ in range(ROUNDS)]
+            samples = [self.service(case, processor, **variant.options) for _ in range(ROUNDS)]
             wall = time.perf_counter() - begin
-        last = found[-1]
+        last = samples[-1]
         return replace(
             last,
-            ttft=statistics.mean(sample.ttft for sample in found),
-            parts={part: statistics.mean(sample.parts[part] for sample in found) for part in PARTS},
+            ttft=statistics.mean(sample.ttft for sample in samples),
+            parts={part: statistics.mean(sample.parts[part] for sample in samples) for part in PARTS},
             total=wall / ROUNDS,
-            decode=None if last.decode is None else statistics.mean(sample.decode or 0.0 for sample in found),
+            decode=None if last.decode is None else statistics.mean(sample.decode or 0.0 for sample in samples),
             requests=ROUNDS * case.batch / wall,
-            peak=None if last.peak is None else max(sample.peak or 0.0 for sample in found),
+            peak=None if last.peak is None else max(sample.peak or 0.0 for sample in samples),
         )
 
     def warm_up(self, case: Case, variant: Variant) -> None:
@@ -336,7 +329,7 @@ class Bench:
         ``problem`` and is not run again."""
         variants = [Variant("bare"), *others, *(Variant(title, recipe) for title, recipe in recipes)]
         for variant in variants:
-            self._attempt(variant, lambda variant=variant: self.warm_up(case, variant))  # type: ignore[misc]
+            self._attempt(variant, self.warm_up, case)
             if variant is variants[0] and variant.problem not in (None, OUT_OF_MEMORY):
                 # recipes cannot run either
                 return [self._row(case, variant, variant)]
@@ -345,16 +338,16 @@ class Bench:
             # in another order each time
             turn = repeat % max(1, len(alive))
             for variant in alive[turn:] + alive[:turn]:
-                self._attempt(
-                    variant,
-                    lambda variant=variant: variant.samples.append(self.once(case, variant)),  # type: ignore[misc]
-                )
+                self._attempt(variant, self._sample, case)
             self.tell(f"{case.title}: round {repeat + 1} of {self.repeats}")
         return [self._row(case, variant, variants[0]) for variant in variants]
 
-    def _attempt(self, variant: Variant, work: Callable[[], Any]) -> None:
+    def _sample(self, case: Case, variant: Variant) -> None:
+        variant.samples.append(self.once(case, variant))
+
+    def _attempt(self, variant: Variant, run: Callable[[Case, Variant], None], case: Case) -> None:
         try:
-            work()
+            run(case, variant)
         except Exception as error:
             variant.problem = why_not(error, foreign=bool(variant.options))
             if variant.problem is None:
@@ -414,23 +407,19 @@ def why_not(error: Exception, foreign: bool) -> str | None:
     # the CPU's allocator raises a plain RuntimeError
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
         return OUT_OF_MEMORY
-    return next(iter(str(error).strip().splitlines()), type(error).__name__) if foreign else None
+    return first_line(error) if foreign else None
 
 
 def _figures(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Median, spread and samples of every figure."""
-    found: dict[str, list[float | None]] = {
-        "ttft_s": [s.ttft for s in samples],
-        "decode_tokens_per_s": [s.decode for s in samples],
-        "requests_per_s": [s.requests for s in samples],
-        "total_s": [s.total for s in samples],
-        "peak_bytes": [s.peak for s in samples],
+    names = {
+        "ttft_s": "ttft",
+        "decode_tokens_per_s": "decode",
+        "requests_per_s": "requests",
+        "total_s": "total",
+        "peak_bytes": "peak",
     }
-    return {
-        name: Spread(tuple(v for v in values if v is not None)).as_dict()
-        for name, values in found.items()
-        if None not in values
-    }
+    columns = {name: tuple(getattr(sample, field) for sample in samples) for name, field in names.items()}
+    return {name: Spread(values).as_dict() for name, values in columns.items() if None not in values}
 
 
 def _against(
@@ -460,21 +449,17 @@ def _against(
     if bare[-1].decode is not None:
         promised["decode"] = steps
         speedups["decode"] = ratios([f.decode or 0.0 for f, _ in pairs], [b.decode or 1.0 for _, b in pairs])
-    verdicts = {name: verdict(found) for name, found in speedups.items()}
-    row: dict[str, Any] = {
-        "speedup": {name: found.as_dict() for name, found in speedups.items()},
+    verdicts = {name: verdict(speedup) for name, speedup in speedups.items()}
+    fast_parts = {part: statistics.median(s.parts[part] for s in fast) for part in PARTS}
+    return {
+        "speedup": {name: speedup.as_dict() for name, speedup in speedups.items()},
         "promised": promised,
-        "realised": {name: found.median / promised[name] for name, found in speedups.items()},
+        "realised": {name: speedup.median / promised[name] for name, speedup in speedups.items()},
         "verdict": verdicts,
-        "saved": {
-            "operations": full.total - operations.total,
-            "kv_bytes": bare_kv - fast_kv,
-        },
+        "saved": {"operations": full.total - operations.total, "kv_bytes": bare_kv - fast_kv},
         "kv_share": fast_kv / bare_kv if bare_kv else 1.0,
+        "reasons": _reasons(verdicts, promised, parts, fast_parts, weights, full_cache),
     }
-    mine = {part: statistics.median(s.parts[part] for s in fast) for part in PARTS}
-    row["reasons"] = _reasons(verdicts, promised, parts, mine, weights, full_cache)
-    return row
 
 
 def _reasons(

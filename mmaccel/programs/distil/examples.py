@@ -25,7 +25,7 @@ from ...families import Family, family_of
 from ...method import TokenBatch
 from ...recipe import Recipe, Stage
 from ...runtime.tower.feature_cache import Remembered
-from ..evaluate import Batch, Question, answer_lengths, batches, inputs_of
+from ..evaluate import Batch, Question, answer_lengths, batches, inputs_of, memory_error
 from ..resume import check_settings, without_unusable
 
 #: keeps every token, and gives the layout
@@ -40,7 +40,7 @@ Target = Literal["answers", "effect", "attention"]
 class Read:
     """Inputs of the language model for questions with their answers: ``B`` rows of ``S`` positions.
 
-    embeds : ``[B, S, D]``. positions : ``[..., B, S]`` long. there : ``[B, S]`` bool, what is no padding.
+    embeds : ``[B, S, D]``. positions : ``[..., B, S]`` long. real_token : ``[B, S]`` bool, what is no padding.
     visual : ``[B, S]`` bool. asked : ``[B, S]`` bool, the text behind the last picture of the prompt.
     layers : of DeepStack models, ``[levels, B, S, D]`` that the first layers add, zero for text; else ``[0]``.
     shown : ``[B, S, D]``, what a method is shown, where these make more of it than ``embeds``; else ``[0]``.
@@ -48,7 +48,7 @@ class Read:
 
     embeds: Tensor
     positions: Tensor
-    there: Tensor
+    real_token: Tensor
     visual: Tensor
     asked: Tensor
     layers: Tensor
@@ -61,7 +61,7 @@ class Read:
         return Read(
             self.embeds[rows, at] * real[..., None],
             self.positions.gather(-1, taken),
-            self.there[rows, at] & real,
+            self.real_token[rows, at] & real,
             self.visual[rows, at] & real,
             self.asked[rows, at] & real,
             self.layers[:, rows, at] if self.layers.numel() else self.layers,
@@ -100,7 +100,7 @@ class Example:
 
     def shown(self) -> TokenBatch:
         """The input of the selector, the same as in use."""
-        words, there = leftmost(self.read.asked)
+        words, asked_valid = leftmost(self.read.asked)
         at, seen = self.places.clamp(min=0), self.read.shown if self.read.shown.numel() else self.read.embeds
         features = seen[self.row[:, None], at] * self.valid[..., None]
         asked = seen[torch.arange(len(words), device=words.device)[:, None], words]
@@ -111,7 +111,7 @@ class Example:
             grid=self.grid,
             segment=torch.zeros_like(self.places),
             question=asked[self.row],
-            question_valid=there[self.row],
+            question_valid=asked_valid[self.row],
         )
 
     def narrowed(self, kept: Tensor, residual: Tensor | None = None) -> Read:
@@ -122,8 +122,8 @@ class Example:
             values = read.embeds[onto] + residual[kept].to(read.embeds.dtype)
             read = replace(read, embeds=read.embeds.index_put(onto, values))
         stays = torch.ones((), dtype=torch.bool, device=kept.device)
-        here = (read.there & ~read.visual).index_put(onto, stays)
-        slots, held = leftmost(here)
+        stays_here = (read.real_token & ~read.visual).index_put(onto, stays)
+        slots, held = leftmost(stays_here)
         width = slots.shape[1]
         shift = (torch.arange(width, device=slots.device) - (width - held.sum(1, keepdim=True))) % width
         return read.at(slots.masked_fill(~held, -1).gather(1, shift))
@@ -158,9 +158,9 @@ class Example:
 
 
 def _digest(content: Any, number: int, settings: Mapping[str, Any]) -> str:
-    found = hashlib.sha256(content)
-    found.update(json.dumps([number, settings]).encode())
-    return found.hexdigest()[:16]
+    digest = hashlib.sha256(content)
+    digest.update(json.dumps([number, settings]).encode())
+    return digest.hexdigest()[:16]
 
 
 def _damaged(path: Path) -> MmaccelError:
@@ -263,15 +263,15 @@ class Frozen:
         finally:
             note.remove()
         given = seen[0]
-        given["there"] = whole["attention_mask"].bool()
+        given["real_token"] = whole["attention_mask"].bool()
         return given, layout, states
 
     def _laid_out(self, given: Mapping[str, Any], layout: Layout, width: int) -> Example:
-        embeds, there = given["inputs_embeds"], given["there"]
-        count, length = there.shape
+        embeds, real_token = given["inputs_embeds"], given["real_token"]
+        count, length = real_token.shape
         visual = pad(layout.visual, (0, length - layout.visual.shape[1])).to(embeds.device)
         places = torch.arange(length, device=embeds.device)
-        prompt = there & (places < width)
+        prompt = real_token & (places < width)
         asked = question(prompt & ~visual, visual & prompt)
         positions = given.get("position_ids")
         positions = (
@@ -281,7 +281,7 @@ class Frozen:
         nothing, layers = embeds.new_zeros(0), _layers(self.family, given, embeds)
         shown = self.family.entering(embeds, list(layers)) if layers.numel() else embeds
         return Example(
-            Read(embeds, positions, there, visual, asked, layers, nothing if shown is embeds else shown),
+            Read(embeds, positions, real_token, visual, asked, layers, nothing if shown is embeds else shown),
             row=units.row.to(embeds.device),
             places=units.places.to(embeds.device),
             cells=units.cells.to(embeds.device),
@@ -313,8 +313,11 @@ class Frozen:
         read : the example's, or a part of its places with all text behind the pictures.
         gates : ``[B, S]``, what is added to the logit of every key in every layer and head.
         """
-        count, length = read.there.shape
-        visible = torch.ones(length, length, dtype=torch.bool, device=read.there.device).tril() & read.there[:, None]
+        count, length = read.real_token.shape
+        visible = (
+            torch.ones(length, length, dtype=torch.bool, device=read.real_token.device).tril()
+            & read.real_token[:, None]
+        )
         visible = visible | torch.eye(length, dtype=torch.bool, device=visible.device)
         mask = torch.zeros(visible.shape, dtype=read.embeds.dtype, device=visible.device)
         if gates is not None:
@@ -332,7 +335,7 @@ class Frozen:
         ).last_hidden_state
         steps = example.tokens.shape[1]
         # the answer is at the end
-        before = length - (example.read.there.shape[1] - example.start)
+        before = length - (example.read.real_token.shape[1] - example.start)
         return out[:, before : before + steps]
 
     def logits(self, states: Tensor) -> Tensor:
@@ -367,12 +370,12 @@ def cached(
     complain: Callable[[str], None] | None,
     progress: Callable[[int, int], None],
 ) -> list[Path]:
-    """The files of all examples, of which those that are missing are made. Raises MmaccelError if the folder belongs to a
-    run with other settings, or a file in it is damaged; the message names it. If no question can be used.
+    """The files of all examples; missing ones are made. Raises MmaccelError if the folder belongs to a run with other settings,
+    a file in it is damaged (the message names it), or no question can be used.
 
     folder : of the files; ``settings.json`` in it holds the settings.
     settings : everything that examples depend on, as plain data.
-    complain : told of every question that the model cannot be asked, which is then left out; without it that is an error.
+    complain : called with a sentence for every question that cannot be used and is left out; without it that is an error.
     """
     folder.mkdir(parents=True, exist_ok=True)
     note, plain = folder / "settings.json", json.loads(json.dumps(settings))
@@ -383,32 +386,31 @@ def cached(
         if at in earlier:
             raise _damaged(path)
         earlier[at] = path
-    found: list[Path] = []
+    paths: list[Path] = []
     asked = 0
 
     def make(batch: Batch) -> Example:
         return frozen.example(batch, longest)
 
     try:
-        for number, batch in enumerate(batches(questions, batch_size, complain)):
-            held = earlier.get(f"{number:05d}")
-            if held is None:
-                example = without_unusable(batch, make, complain)[1]
-                if example is not None:
-                    found.append(example.save(folder, number, plain))
-            elif not held.is_file() or held.stem.partition("-")[2] != _digest(held.read_bytes(), number, plain):
-                raise _damaged(held)
-            else:
-                found.append(held)
-            asked += len(batch)
-            progress(asked, len(questions))
-    except torch.OutOfMemoryError as error:
-        raise MmaccelError("The device ran out of memory; give a smaller --batch-size, or smaller pictures.") from error
+        with memory_error("give a smaller --batch-size, or smaller pictures"):
+            for number, batch in enumerate(batches(questions, batch_size, complain)):
+                held = earlier.get(f"{number:05d}")
+                if held is None:
+                    example = without_unusable(batch, make, complain)[1]
+                    if example is not None:
+                        paths.append(example.save(folder, number, plain))
+                elif not held.is_file() or held.stem.partition("-")[2] != _digest(held.read_bytes(), number, plain):
+                    raise _damaged(held)
+                else:
+                    paths.append(held)
+                asked += len(batch)
+                progress(asked, len(questions))
     except UnsupportedError as error:
         raise MmaccelError(f"Examples cannot be made with this model: {error}") from error
-    if not found:
+    if not paths:
         raise MmaccelError(f"None of {len(questions)} {folder.name} questions can be used; give others.")
-    return found
+    return paths
 
 
 def _check_note(note: Path, settings: Mapping[str, Any]) -> None:

@@ -87,7 +87,7 @@ class Choice:
         """``[N, n]`` bool: the tokens that are kept by scores."""
         return picked(self.worth, scores, self.shown.valid, self.count)
 
-    def told(self, network: torch.nn.Module) -> tuple[Tensor, Tensor | None]:
+    def outputs(self, network: torch.nn.Module) -> tuple[Tensor, Tensor | None]:
         """A network's scores, and its residuals by how many tokens are dropped."""
         scores, residual = network(self.shown, self.worth)
         return scores, None if residual is None else residual * dropped(self.shown.valid, self.count)
@@ -142,22 +142,22 @@ class Learner(ABC):
             held = self.path.read_bytes()
             if hashlib.sha256(held[_SEAL:]).digest() != held[:_SEAL]:
                 raise ValueError("another digest")
-            found = torch.load(io.BytesIO(held[_SEAL:]), map_location=self.device, weights_only=True)
-            before = dict(found["settings"])
+            saved = torch.load(io.BytesIO(held[_SEAL:]), map_location=self.device, weights_only=True)
+            before = dict(saved["settings"])
         except Exception as error:
             raise MmaccelError(f"{str(self.path)!r} is damaged, or no state of a training; {remedy}.") from error
         check_settings(self.path, before, self.settings, remedy)
-        self.state, (self.signal, self.scale) = State(**found["state"]), found["found"]
-        self.network.load_state_dict(found["network"])
-        self.mean.load_state_dict(found["mean"])
-        self.best = found["best"]
-        self.optimiser.load_state_dict(found["optimiser"])
+        self.state, (self.signal, self.scale) = State(**saved["state"]), saved["target"]
+        self.network.load_state_dict(saved["network"])
+        self.mean.load_state_dict(saved["mean"])
+        self.best = saved["best"]
+        self.optimiser.load_state_dict(saved["optimiser"])
 
     def _save(self) -> None:
         kept = {
             "settings": self.settings,
             "state": vars(self.state),
-            "found": (self.signal, self.scale),
+            "target": (self.signal, self.scale),
             "network": self.network.state_dict(),
             "mean": self.mean.state_dict(),
             "best": self.best,
@@ -190,7 +190,6 @@ class Learner(ABC):
         self._scale_scores()
 
     def _step(self) -> float:
-        """Train on one batch; returns the loss."""
         step = self.state.step
         order = random.Random(step // len(self.paths)).sample(range(len(self.paths)), len(self.paths))
         example = Example.load(self.paths[order[step % len(order)]]).to(self.device)
@@ -233,13 +232,13 @@ class Learner(ABC):
         return divergence(list(full.unbind(1)), list(mine.unbind(1)), example.lengths), differ.any(1)
 
     @torch.no_grad()
-    def lost(self, told: Callable[[Example, Choice], tuple[Tensor, Tensor | None]]) -> tuple[float, float]:
+    def lost(self, outputs: Callable[[Example, Choice], tuple[Tensor, Tensor | None]]) -> tuple[float, float]:
         """Mean KL of some watched questions with given scores and residuals, and the share of answers that differ."""
-        found = []
+        results = []
         for example, choice in self.asked(_ASKED):
-            scores, residual = told(example, choice)
-            found.append(self.answered(example, choice.by(scores), residual))
-        kl, other = (torch.cat(part).double().mean() for part in zip(*found, strict=True))
+            scores, residual = outputs(example, choice)
+            results.append(self.answered(example, choice.by(scores), residual))
+        kl, other = (torch.cat(part).double().mean() for part in zip(*results, strict=True))
         return float(kl), float(other)
 
     def _evaluate(self, running: Sequence[float]) -> None:
@@ -247,7 +246,7 @@ class Learner(ABC):
         state = self.state
         with torch.no_grad():
             watched = self._watched().tolist()
-            kl, other = self.lost(lambda _, choice: choice.told(self.mean))
+            kl, other = self.lost(lambda _, choice: choice.outputs(self.mean))
         state.log.append(
             {
                 "step": state.step,
@@ -273,11 +272,11 @@ class Learner(ABC):
         """Multiply scores by the factor that keeps most watched answers, since uncertain scores are too small."""
 
         def lost(factor: float) -> float:
-            def told(_: Example, choice: Choice) -> tuple[Tensor, Tensor | None]:
-                scores, residual = choice.told(self.mean)
+            def scaled(_: Example, choice: Choice) -> tuple[Tensor, Tensor | None]:
+                scores, residual = choice.outputs(self.mean)
                 return factor * scores, residual
 
-            return self.lost(told)[0]
+            return self.lost(scaled)[0]
 
         with torch.no_grad():
             factor = min(_MENDED, key=lost)
@@ -289,7 +288,7 @@ class SignalLearner(Learner):
 
     def _loss(self, example: Example) -> tuple[Tensor, float]:
         choice = Choice.of(example, self.retain)
-        loss = self._missed(example, choice.told(self.network)[0])
+        loss = self._missed(example, choice.outputs(self.network)[0])
         return loss, float(loss.detach())
 
     def _missed(self, example: Example, scores: Tensor) -> Tensor:
@@ -299,8 +298,8 @@ class SignalLearner(Learner):
 
     def _wanted(self, example: Example, signal: int, scale: float) -> Tensor:
         """Target scores ``[N, n]`` from 0 to ``scale``: the logarithm of a signal's share of its maximum."""
-        found = example.signals[:, signal]
-        share = found / found.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        values = example.signals[:, signal]
+        share = values / values.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         return scale * (1 + _STEEP * share).log() / math.log(1 + _STEEP)
 
     def _initial(self) -> tuple[int, float]:
@@ -314,7 +313,7 @@ class SignalLearner(Learner):
         return best((signal, scale) for scale in _SCALES)
 
     def _watched(self) -> Tensor:
-        return torch.stack([self._missed(example, choice.told(self.mean)[0]) for example, choice in self.asked()])
+        return torch.stack([self._missed(example, choice.outputs(self.mean)[0]) for example, choice in self.asked()])
 
 
 class TrialLearner(Learner):
@@ -331,7 +330,7 @@ class TrialLearner(Learner):
     def _loss(self, example: Example) -> tuple[Tensor, float]:
         budget = self.retain * _BUDGETS[self.state.step % len(_BUDGETS)]
         choice = Choice.of(example, budget if budget < 1 else self.retain)
-        scores, residual = choice.told(self.network)
+        scores, residual = choice.outputs(self.network)
         draws = torch.Generator().manual_seed(self.state.step)
         kept, lost = [], []
         with torch.no_grad():
@@ -359,11 +358,11 @@ class TrialLearner(Learner):
         return 0, 1.0
 
     def _watched(self) -> Tensor:
-        found = []
+        kl = []
         for example, choice in self.asked():
-            scores, residual = choice.told(self.mean)
-            found.append(self.answered(example, choice.by(scores), residual)[0])
-        return _graded(torch.cat(found))
+            scores, residual = choice.outputs(self.mean)
+            kl.append(self.answered(example, choice.by(scores), residual)[0])
+        return _graded(torch.cat(kl))
 
 
 def _graded(kl: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class Distilled:
     report: Mapping[str, Any]
 
 
-def figures(found: Mapping[str, Mapping[float, Measurement]]) -> list[dict[str, Any]]:
+def figures(held_out: Mapping[str, Mapping[float, Measurement]]) -> list[dict[str, Any]]:
     """A line for every recipe and budget: questions, kept answers with their interval, and KL."""
     return [
         {
@@ -46,15 +46,15 @@ def figures(found: Mapping[str, Mapping[float, Measurement]]) -> list[dict[str, 
             f"kept, {SHOWN:.0%} interval": interval(sum(measured.kept), len(measured.kept)),
             "kl": measured.divergence,
         }
-        for name, budgets in found.items()
+        for name, budgets in held_out.items()
         for budget, measured in budgets.items()
     ]
 
 
-def rows(made: Distilled) -> list[list[str]]:
+def rows(result: Distilled) -> list[list[str]]:
     """The held-out figures as a table, the head first."""
     body = []
-    for line in figures(made.held_out):
+    for line in figures(result.held_out):
         low, high = line[f"kept, {SHOWN:.0%} interval"]
         within = f"{100 * low:.1f} to {100 * high:.1f}"
         body.append(
@@ -63,22 +63,22 @@ def rows(made: Distilled) -> list[list[str]]:
     return [["recipe", "tokens", "answers kept", f"{SHOWN:.0%} interval", "KL"], *body]
 
 
-def verdict(made: Distilled) -> str:
+def verdict(result: Distilled) -> str:
     """The result in a sentence."""
-    asked = len(next(iter(made.held_out["learned"].values())).kept)
+    asked = len(next(iter(result.held_out["learned"].values())).kept)
     return (
-        f"A selector of {made.parameters:,} parameters ({100 * made.share:.2g} % of the model's); the table shows how many of "
-        f"{asked} held-out answers it keeps."
+        f"A selector of {result.parameters:,} parameters ({100 * result.share:.2g} % of the model's); the table shows how many "
+        f"of {asked} held-out answers it keeps."
     )
 
 
-def write(made: Distilled) -> None:
+def write(result: Distilled) -> None:
     """The report and the picture, in the selector's folder. Raises MmaccelError if matplotlib is missing."""
-    write_whole(made.folder / REPORT, json.dumps(made.report, indent=1).encode() + b"\n")
-    write_whole(made.folder / PICTURE, draw(made))
+    write_whole(result.folder / REPORT, json.dumps(result.report, indent=1).encode() + b"\n")
+    write_whole(result.folder / PICTURE, draw(result))
 
 
-def draw(made: Distilled) -> bytes:
+def draw(result: Distilled) -> bytes:
     """The curves of the training, as a PNG: the loss of the steps, and KL and answers kept on the watched questions."""
     figure, panels = plots.load_pyplot("tune").subplots(1, 3, figsize=(10.5, 3.2), layout="constrained")
     curves = {
@@ -88,7 +88,7 @@ def draw(made: Distilled) -> bytes:
     }
     for axes, (title, names) in zip(panels, curves.items(), strict=True):
         for name in names:
-            lines = [line for line in made.log if line[name] is not None]
+            lines = [line for line in result.log if line[name] is not None]
             axes.plot([line["step"] for line in lines], [line[name] for line in lines], label=name)
         plots.open_axes(axes, xlabel="step")
         axes.set_title(title, fontsize=9)

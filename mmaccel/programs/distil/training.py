@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
-
 from ...accelerate import is_accelerated
 from ...core.files import locked
 from ...errors import MmaccelError, UnsupportedError
@@ -19,7 +17,7 @@ from ...method.selector import CONFIG, WEIGHTS, ModelFingerprint, Shape
 from ...pruning.learned import Learned
 from ...recipe import RecipeLike, get_recipe
 from ..bench import provenance
-from ..evaluate import Question
+from ..evaluate import Question, memory_error
 from ..resume import naming_files, run_settings, shown, usable
 from ..tune.confidence import interval
 from ..tune.evaluate import Evaluator, Measurement
@@ -88,7 +86,9 @@ def distil(
     out, tell = Path(out), progress or (lambda what, done, of: None)
     _check(model, questions, target, retain, steps, out)
     frozen = Frozen(model, processor, target)
-    shape = _shape(int(frozen.text.config.hidden_size), width, blocks, question, residual and target == "answers")
+    features, residual = int(frozen.text.config.hidden_size), residual and target == "answers"
+    width = width or (24 if features < 512 else 128 if features < 2048 else 256)
+    shape = Shape(features, width, blocks, heads=4, question=question, residual=residual)
     work, other = out / "work", "delete it, or give another folder with --out (out=)"
     with ExitStack() as stack:
         stack.enter_context(naming_files(other))
@@ -119,13 +119,10 @@ def distil(
         seen = [Example.load(path) for path in examples("watched", watched)]
         kind = TrialLearner if target == "answers" else SignalLearner
         learner = kind(frozen, shape, examples("training", training), seen, retain, steps, work / "state.pt")
-        try:
+        with memory_error(
+            "give a smaller --batch-size and another folder, or --select-only, which needs no gradients of the model"
+        ):
             learner.run(minutes, tell)
-        except torch.OutOfMemoryError as error:
-            raise MmaccelError(
-                "The device ran out of memory; give a smaller --batch-size and another folder, or --select-only, which needs "
-                "no gradients of the model."
-            ) from error
         evaluator = Evaluator(
             model,
             processor,
@@ -166,7 +163,6 @@ def _check(model: Any, questions: Sequence[Question], target: str, retain: float
 
 
 def _check_enough(count: int, of: int) -> None:
-    """Raise MmaccelError if too few questions can be used ``of`` those that were given."""
     if count < FEWEST:
         which = "" if count == of else f" of {of} that can be used"
         raise MmaccelError(
@@ -180,12 +176,6 @@ def _split(questions: Sequence[Question]) -> tuple[list[Question], list[Question
     held = min(_MOST_HELD_OUT, math.ceil(len(shuffled) * HELD_OUT))
     watched = min(_MOST_WATCHED, math.ceil(len(shuffled) * WATCHED))
     return shuffled[held + watched :], shuffled[held : held + watched], shuffled[:held]
-
-
-def _shape(features: int, width: int | None, blocks: int, question: bool, residual: bool) -> Shape:
-    if width is None:
-        width = 24 if features < 512 else 128 if features < 2048 else 256
-    return Shape(features, width, blocks, heads=4, question=question, residual=residual)
 
 
 def _finish(
@@ -218,13 +208,13 @@ def _finish(
     network.save(out, fingerprint, record)
     recipes: dict[str, RecipeLike] = {"learned": Learned(str(out)), **{name: name for name in _BASELINES}}
     budgets = tuple(dict.fromkeys(min(1.0, retain * times) for times in _BUDGETS))
-    found: dict[str, dict[float, Measurement]] = {}
+    held_out: dict[str, dict[float, Measurement]] = {}
     for name, one in recipes.items():
         for budget in budgets:
-            found.setdefault(name, {})[budget] = evaluator.ask(get_recipe(one, retain=budget), 0)
-            tell("asking held-out questions", sum(map(len, found.values())), len(recipes) * len(budgets))
-    told = {**record, "held out": report.figures(found), "log": learner.state.log, "settings": shown(settings)}
-    made = Distilled(out, parameters, share, learner.signal, tuple(learner.state.log), found, told)
-    network.save(out, fingerprint, {**record, "held out": report.figures(found)})
-    report.write(made)
-    return made
+            held_out.setdefault(name, {})[budget] = evaluator.ask(get_recipe(one, retain=budget), 0)
+            tell("asking held-out questions", sum(map(len, held_out.values())), len(recipes) * len(budgets))
+    data = {**record, "held out": report.figures(held_out), "log": learner.state.log, "settings": shown(settings)}
+    result = Distilled(out, parameters, share, learner.signal, tuple(learner.state.log), held_out, data)
+    network.save(out, fingerprint, {**record, "held out": report.figures(held_out)})
+    report.write(result)
+    return result

@@ -156,7 +156,6 @@ class _Chat:
         self._trimming: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
-        """Stop the thread that parses requests."""
         if self._trimming is not None:
             self._trimming.cancel()
         self.reader.shutdown(wait=False)
@@ -170,7 +169,7 @@ class _Chat:
                 large = len(body) > _LARGE
                 del body
                 if large or (isinstance(request, ChatRequest) and request.media):
-                    stack.callback(self._tidy)
+                    stack.callback(self._trim_soon)
                 if isinstance(request, Refused):
                     raise request
                 with self.scheduler.queued(request) as job:
@@ -190,14 +189,15 @@ class _Chat:
             except Exception as error:
                 raise _as_refusal(error) from error
 
-    def _tidy(self) -> None:
-        """Give freed memory back to the system soon, for several requests at once."""
-        if self._trimming is None:
-            self._trimming = asyncio.get_running_loop().call_later(_TRIM, self._trim)
+    def _trim_soon(self) -> None:
+        """Return freed memory to the system soon, once for several requests."""
 
-    def _trim(self) -> None:
-        self._trimming = None
-        self.reader.submit(_release)
+        def trim() -> None:
+            self._trimming = None
+            self.reader.submit(_release)
+
+        if self._trimming is None:
+            self._trimming = asyncio.get_running_loop().call_later(_TRIM, trim)
 
     def _read(self, body: bytes) -> ChatRequest | Refused:
         """The checked request, or its refusal without a traceback, which would keep the body alive."""
@@ -259,21 +259,21 @@ async def _body(request: Request, take: Callable[[], Reservation]) -> bytes:
     if int(request.headers.get("content-length", 0)) > BODY:
         raise too_large
     place: Reservation | None = None
-    found = bytearray()
+    body = bytearray()
     begin = asyncio.get_running_loop().time()
     with suppress(TimeoutError):
         async with asyncio.timeout_at(begin + START) as limit:
             async for piece in request.stream():
-                found += piece
-                if len(found) > BODY:
-                    found.clear()
+                body += piece
+                if len(body) > BODY:
+                    body.clear()
                     raise too_large
-                limit.reschedule(begin + min(SENDING, START + len(found) / SPEED))
-                if len(found) > SMALL:
+                limit.reschedule(begin + min(SENDING, START + len(body) / SPEED))
+                if len(body) > SMALL:
                     place = place or take()
-                    place.hold(len(found))
-            (place or take()).hold(len(found))
-            return bytes(found)
+                    place.hold(len(body))
+            (place or take()).hold(len(body))
+            return bytes(body)
     raise Refused(
         408,
         f"The request came too slowly; send it within {SENDING:g} seconds and at {SPEED >> 10} KiB a second or more.",
@@ -356,6 +356,5 @@ def _usage(answer: Answer) -> dict[str, int]:
 
 
 def _figures(answer: Answer, first: float) -> dict[str, Any]:
-    """The field ``mmaccel`` of an answer."""
     names = ("recipe", "visual_tokens", "visual_tokens_kept", "kv_bytes", "kv_bytes_bare", "notes")
     return {name: answer.stats[name] for name in names} | {"time_to_first_token": first}

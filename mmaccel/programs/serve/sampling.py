@@ -44,14 +44,14 @@ def sampler(config: Any, request: ChatRequest) -> LogitsProcessorList:
     if config.do_sample:
         temperature = (config.temperature or 1.0) if temperature is None else temperature
         top_p, top_k = config.top_p if top_p is None else top_p, config.top_k
-    found = LogitsProcessorList()
+    processors = LogitsProcessorList()
     if not temperature or temperature < _COLDEST:
-        return found
+        return processors
     if temperature != 1:
-        found.append(TemperatureLogitsWarper(float(temperature)))
+        processors.append(TemperatureLogitsWarper(float(temperature)))
     if top_k:
-        found.append(TopKLogitsWarper(top_k))
+        processors.append(TopKLogitsWarper(top_k))
     if top_p is not None and top_p < 1:
-        found.append(TopPLogitsWarper(float(top_p)))
-    found.append(GumbelNoise(request.seed))
-    return found
+        processors.append(TopPLogitsWarper(float(top_p)))
+    processors.append(GumbelNoise(request.seed))
+    return processors

@@ -109,32 +109,30 @@ class _Address(_Strict):
 _Url = Annotated[_Address, BeforeValidator(lambda given: {"url": given} if isinstance(given, str) else given)]
 
 
-class Picture(_Strict):
-    """A picture that a message shows, by its address."""
-
+class _Medium(_Strict):
     ignored = _CACHES
-    kind: ClassVar[str] = "image"
+    kind: ClassVar[str]
+
+    @property
+    def url(self) -> str:
+        address: _Address = getattr(self, f"{self.kind}_url")
+        return address.url
+
+
+class Picture(_Medium):
+    """A picture in a message."""
+
+    kind = "image"
     type: Literal["image_url"]
     image_url: _Url
 
-    @property
-    def url(self) -> str:
-        """Its address."""
-        return self.image_url.url
 
+class Video(_Medium):
+    """A clip in a message."""
 
-class Video(_Strict):
-    """A clip that a message shows, by its address."""
-
-    ignored = _CACHES
-    kind: ClassVar[str] = "video"
+    kind = "video"
     type: Literal["video_url"]
     video_url: _Url
-
-    @property
-    def url(self) -> str:
-        """Its address."""
-        return self.video_url.url
 
 
 def _too_long(count: int, most: int, what: str) -> PydanticCustomError:
@@ -283,15 +281,17 @@ def _refused(error: ValidationError) -> Refused:
         "union_tag_not_found": f"{where}.type is missing; it must be 'text', 'image_url' or 'video_url'.",
         "union_tag_invalid": f"{where}.type must be 'text', 'image_url' or 'video_url', not {about.get('tag', '')[:80]!r}.",
         "no_object": f"{where} must be an object.",
-        "not_neutral": _unsupported(where, about),
+        "not_neutral": f"{where} {_allowed(about.get('name', ''))}; leave it out.",
         "sentence_part": f"{where} {first['msg']}.",
         "sentence": first["msg"],
     }.get(kind, f"{where}: {first['msg'][:1].lower()}{first['msg'][1:].rstrip('.')}.")
     return Refused(400, sentence, None, where)
 
 
-def _unsupported(where: str, about: Mapping[str, Any]) -> str:
-    values = {**_NEUTRAL, **_Message.neutral}.get(about.get("name", ""), ())
-    if not values:
-        return f"{where} is not supported by this server; leave it out."
-    return f"{where} must be {' or '.join(map(json.dumps, values))} on this server; leave it out."
+def _allowed(name: str) -> str:
+    values = {**_NEUTRAL, **_Message.neutral}.get(name, ())
+    return (
+        f"must be {' or '.join(map(json.dumps, values))} on this server"
+        if values
+        else "is not supported by this server"
+    )

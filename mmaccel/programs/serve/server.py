@@ -7,8 +7,7 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import uvicorn
@@ -33,20 +32,20 @@ _QUIET = 60.0
 def bind(host: str, port: int) -> socket.socket:
     """A socket at an address, which does not listen yet. Raises MmaccelError if there is no such address, or the port is
     taken."""
-    found: socket.socket | None = None
+    bound: socket.socket | None = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, protocol)
+        bound = socket.socket(family, kind, protocol)
         # the port of a server that has just ended is free at once
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
     except (OSError, UnicodeError) as error:
-        if found is not None:
-            found.close()
+        if bound is not None:
+            bound.close()
         raise MmaccelError(
             f"The server cannot listen at {host}, port {port} ({error}); give another --port or --host."
         ) from None
-    return found
+    return bound
 
 
 def address_of(bound: socket.socket) -> str:
@@ -99,26 +98,12 @@ class _Quiet(logging.Filter):
         self._last: dict[Any, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is written."""
         key = record.name, record.levelno, record.exc_info and record.exc_info[0]
         now = time.monotonic()
         if now - self._last.get(key, -_QUIET) < _QUIET:
             return False
         self._last[key] = now
         return True
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("asyncio", "uvicorn.error", f"{__package__}.app")]
-    quiet = _Quiet()
-    for logger in loggers:
-        logger.addFilter(quiet)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(quiet)
 
 
 def make_server(scheduler: Scheduler, name: str, **options: Any) -> uvicorn.Server:
@@ -140,10 +125,16 @@ def make_server(scheduler: Scheduler, name: str, **options: Any) -> uvicorn.Serv
 
 def run(server: uvicorn.Server, bound: socket.socket) -> None:
     """Serve until interrupted or terminated."""
+    loggers = [logging.getLogger(name) for name in ("asyncio", "uvicorn.error", f"{__package__}.app")]
+    quiet = _Quiet()
+    for logger in loggers:
+        logger.addFilter(quiet)
     # a request with many values would make the garbage collector visit all objects of the model
     gc.freeze()
     try:
-        with _quiet(), suppress(KeyboardInterrupt):
+        with suppress(KeyboardInterrupt):
             server.run(sockets=[bound])
     finally:
         gc.unfreeze()
+        for logger in loggers:
+            logger.removeFilter(quiet)

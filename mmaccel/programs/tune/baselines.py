@@ -36,28 +36,28 @@ def at_equal_cost(
             break
         one = fixed.override(retain=rounded(budget, 3))
         measured = ask(one)
-        found = measured.share(goal)
-        if abs(found - cost) < max(_EQUAL * cost, _ROUNDED):
+        share = measured.share(goal)
+        if abs(share - cost) < max(_EQUAL * cost, _ROUNDED):
             return one, measured
-        if over == (found > cost) and abs(found - cost) < _NEAR * cost:
-            near[abs(found - cost)] = one, measured
+        if over == (share > cost) and abs(share - cost) < _NEAR * cost:
+            near[abs(share - cost)] = one, measured
         # what a recipe costs is near a straight line through nothing saved
-        budget = 1 - (1 - budget) * (1 - cost) / max(1 - found, 1e-6)
+        budget = 1 - (1 - budget) * (1 - cost) / max(1 - share, 1e-6)
     return near[min(near)] if near else None
 
 
-def best_of(search: Search, found: Candidate) -> Candidate:
-    """``found``, or a single method that keeps more answers at its cost.
+def best_of(search: Search, best: Candidate) -> Candidate:
+    """``best``, or a single method that keeps more answers at its cost.
 
     The cheapest of hundreds may have won by luck; single methods, tested without a search, did not.
     """
-    keeps = [one for one in _baselines(search, found) if one.measured.agreement >= search.keep]
-    return min([found, *keeps], key=lambda one: lost(one.measured))
+    keeps = [one for one in _baselines(search, best) if one.measured.agreement >= search.keep]
+    return min([best, *keeps], key=lambda one: lost(one.measured))
 
 
-def _baselines(search: Search, found: Candidate) -> Iterator[Candidate]:
+def _baselines(search: Search, best: Candidate) -> Iterator[Candidate]:
     """The best single methods, asked every question of the search."""
-    cost, first = found.measured.share(search.goal), list[tuple[Recipe, Measurement]]()
+    cost, first = best.measured.share(search.goal), list[tuple[Recipe, Measurement]]()
     alone = [part for parts in search.space.parts.values() for part in parts.values() if part.budget]
     for number, part in enumerate(alone, 1):
         # a method may not take every budget

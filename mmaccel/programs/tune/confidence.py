@@ -11,9 +11,9 @@ from ...errors import MmaccelError
 SHOWN = 0.95
 
 
-def interval(kept: int, asked: int, level: float = SHOWN) -> tuple[float, float]:
-    """The exact interval (Clopper and Pearson 1934) of a share, of which ``kept`` of ``asked`` were seen."""
-    low, high = _test(kept, asked, "two-sided").proportion_ci(level)
+def interval(kept: int, asked: int) -> tuple[float, float]:
+    """The exact 95 % interval (Clopper and Pearson 1934) of a share, of which ``kept`` of ``asked`` were seen."""
+    low, high = _test(kept, asked, "two-sided").proportion_ci(SHOWN)
     return float(low), float(high)
 
 

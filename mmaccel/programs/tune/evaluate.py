@@ -30,7 +30,7 @@ from ...method.model_options import KeepLoaded
 from ...recipe import Recipe, get_recipe
 from ...runtime.tower.feature_cache import Remembered
 from ..bench.arithmetic import count_operations
-from ..evaluate import Batch, Question, answer_lengths, batches, divergence, inputs_of
+from ..evaluate import Batch, Question, answer_lengths, batches, divergence, inputs_of, memory_error
 from ..resume import without_unusable
 
 Goal = Literal["ttft", "tokens", "kv", "cost"]
@@ -248,11 +248,10 @@ class Evaluator:
                 return AnsweredBatch(self.model, self.processor, batch, self.longest, self.timed)
 
             read = batches(self.rungs[rung], self.batch_size, self.complain)
-            made = [without_unusable(batch, make, self.complain)[1] for batch in read]
-            found = [one for one in made if one is not None]
-            if not found:
+            answered = [without_unusable(batch, make, self.complain)[1] for batch in read]
+            self._exams[rung] = [one for one in answered if one is not None]
+            if not self._exams[rung]:
                 raise MmaccelError(f"None of {len(self.rungs[rung])} questions can be used; give others.")
-            self._exams[rung] = found
         return self._exams[rung]
 
     @property
@@ -262,16 +261,6 @@ class Evaluator:
         return sum(len(self.rungs[rung]) - count for rung, count in used.items())
 
     def ask(self, recipe: Recipe, rung: int) -> Measurement:
-        """The recipe on the questions of one rung.
-
-        Raises
-        ------
-        MmaccelError
-            If the model cannot honour the recipe.
-        """
-        try:
+        """The recipe on the questions of one rung. Raises MmaccelError if the model cannot honour the recipe."""
+        with memory_error():
             return sum((one.measure(recipe) for one in self.answered(rung)), Measurement())
-        except torch.OutOfMemoryError as error:
-            raise MmaccelError(
-                "The device ran out of memory; take a smaller batch, fewer frames, or weights in bfloat16."
-            ) from error

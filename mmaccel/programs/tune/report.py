@@ -83,13 +83,14 @@ def proxies(search: Search) -> dict[str, Any]:
     on later ones, over the recipes that reached them."""
     pairs = [(rungs[0], sum(rungs[1:], Measurement())) for rungs in search.known.values() if len(rungs) > 1]
     later = [-after.agreement for _, after in pairs]
-    found: dict[str, Any] = {"recipes": len(pairs)}
+    correlations: dict[str, Any] = {"recipes": len(pairs)}
     if len(pairs) >= _FEWEST_PAIRS:
-        found["drift"] = spearman([first.drifted for first, _ in pairs], later)
-        found["KL"] = spearman([first.divergence for first, _ in pairs], later)
-        found["risk"] = spearman([first.risk for first, _ in pairs], later)
-        found["kept"] = spearman([-first.agreement for first, _ in pairs], later)
-    return found
+        first = [before for before, _ in pairs]
+        correlations["drift"] = spearman([one.drifted for one in first], later)
+        correlations["KL"] = spearman([one.divergence for one in first], later)
+        correlations["risk"] = spearman([one.risk for one in first], later)
+        correlations["kept"] = spearman([-one.agreement for one in first], later)
+    return correlations
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
@@ -166,16 +167,14 @@ def draw(tuned: Tuned) -> bytes:
     """A PNG with all recipes that were asked all questions, the front, and the chosen one, also on held-out questions."""
     figure, axes = plots.load_pyplot("tune").subplots(figsize=(7.6, 4.4), layout="constrained")
 
-    def place(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
-        return (
-            [100 * one.measured.share(tuned.goal) for one in candidates],
-            [100 * one.measured.agreement for one in candidates],
-        )
+    def points(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
+        measured = [one.measured for one in candidates]
+        return [100 * one.share(tuned.goal) for one in measured], [100 * one.agreement for one in measured]
 
-    axes.scatter(*place([one for one in tuned.candidates if one.asked_all]), s=14, color="#999999", label="tried")
-    axes.plot(*place(tuned.front), color="#0072B2", marker="o", markersize=5, label="front")
+    axes.scatter(*points([one for one in tuned.candidates if one.asked_all]), s=14, color="#999999", label="tried")
+    axes.plot(*points(tuned.front), color="#0072B2", marker="o", markersize=5, label="front")
     if tuned.chosen is not None and tuned.held_out is not None:
-        axes.scatter(*place([tuned.chosen]), s=160, marker="*", color="#D55E00", zorder=3, label="chosen")
+        axes.scatter(*points([tuned.chosen]), s=160, marker="*", color="#D55E00", zorder=3, label="chosen")
         kept, asked = sum(tuned.held_out.kept), len(tuned.held_out.kept)
         low, high = interval(kept, asked)
         middle = kept / asked

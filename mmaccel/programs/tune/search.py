@@ -296,11 +296,11 @@ def lost(measured: Measurement) -> float:
 
 def front(candidates: Sequence[Candidate], goal: Goal, quality: Callable[[Measurement], float]) -> list[Candidate]:
     """The Pareto front of cost and ``quality``, from the cheapest candidate on."""
-    found: list[Candidate] = []
+    best: list[Candidate] = []
     for one in sorted(candidates, key=lambda c: (c.measured.share(goal), -quality(c.measured))):
-        if not found or quality(one.measured) > quality(found[-1].measured):
-            found.append(one)
-    return found
+        if not best or quality(one.measured) > quality(best[-1].measured):
+            best.append(one)
+    return best
 
 
 def choose(

@@ -125,16 +125,21 @@ class Space:
         MmaccelError if none does."""
         useful: dict[str, Recipe] = {}
         left_out: dict[str, str] = {}
-        distinct = _distinct(offered)
+        # each once; a method goes before other names of the same recipe
+        by_stages: dict[tuple[Any, ...], tuple[str, Recipe]] = {}
+        for name, recipe in sorted(offered.items(), key=lambda item: (item[0] not in methods(), item[0])):
+            by_stages.setdefault(tuple((one.method, repr(one.options)) for one in recipe.stages), (name, recipe))
+        by_stages.pop((), None)
+        distinct = dict(by_stages.values())
         for number, (name, recipe) in enumerate(distinct.items(), 1):
+            smallest = recipe if recipe.primary is None else recipe.override(retain=LEAST)
             try:
-                why = _useless(evaluator, recipe, goal)
+                if evaluator.ask(smallest, 0).share(goal) <= SAVES:
+                    useful[name] = recipe
+                else:
+                    left_out[name] = f"saves nothing of {goal!r} on these samples"
             except MmaccelError as error:
-                why = str(error)
-            if why:
-                left_out[name] = why
-            else:
-                useful[name] = recipe
+                left_out[name] = str(error)
             tell("looking for what saves something", number, len(distinct))
         if not useful:
             raise MmaccelError(
@@ -149,7 +154,7 @@ class Space:
         for name, recipe in useful.items():
             part = Part.of(recipe, max(1, family.deepstack), family.depth)
             parts[part.slot][name] = part
-        return Space({slot: there for slot, there in parts.items() if there}, left_out)
+        return Space({slot: members for slot, members in parts.items() if members}, left_out)
 
     @property
     def names(self) -> list[str]:
@@ -228,18 +233,3 @@ class Space:
         """The parameters of trials with single parts; their other options are left to the search."""
         alone = dict.fromkeys(self.parts, _NOTHING)
         return [{**alone, **part.start(budget)} for parts in self.parts.values() for part in parts.values()]
-
-
-def _distinct(offered: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """The recipes that do something, each once; a method goes before other names of the same recipe."""
-    found: dict[tuple[Any, ...], tuple[str, Recipe]] = {}
-    for name, recipe in sorted(offered.items(), key=lambda item: (item[0] not in methods(), item[0])):
-        found.setdefault(tuple((stage.method, repr(stage.options)) for stage in recipe.stages), (name, recipe))
-    found.pop((), None)
-    return dict(found.values())
-
-
-def _useless(evaluator: Evaluator, recipe: Recipe, goal: Goal) -> str:
-    """Why a recipe saves nothing on these questions; empty if it saves something."""
-    share = evaluator.ask(recipe if recipe.primary is None else recipe.override(retain=LEAST), 0).share(goal)
-    return f"saves nothing of {goal!r} on these samples" if share > SAVES else ""

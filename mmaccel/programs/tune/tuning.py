@@ -113,12 +113,11 @@ def tune(
 
 
 def _offered(recipes: Sequence[RecipeLike]) -> dict[str, Recipe]:
-    """Recipes by name."""
-    found: dict[str, Recipe] = {}
+    by_name: dict[str, Recipe] = {}
     for one in map(get_recipe, recipes):
-        if found.setdefault(one.name, one) != one:
+        if by_name.setdefault(one.name, one) != one:
             raise MmaccelError(f"Two different recipes are called {one.name!r}; give one of them another name.")
-    return found
+    return by_name
 
 
 def _identity(one: Recipe, model: Any) -> str:
@@ -130,8 +129,7 @@ def _identity(one: Recipe, model: Any) -> str:
 
 
 def _check(keep: float, goal: str, confidence: float | None, trials: int, out: str | Path) -> None:
-    """Raise MmaccelError if an argument is wrong, or scipy is missing, which the end of the search needs."""
-    interval(1, 1)
+    interval(1, 1)  # needs scipy, as the end of the search does
     if not 0 < keep <= 1:
         raise MmaccelError(f"keep must be a share of the answers such as 0.99, got {keep}.")
     if goal not in GOALS:
@@ -154,7 +152,6 @@ def _check(keep: float, goal: str, confidence: float | None, trials: int, out: s
 
 
 def _questions(given: str | Path | Sequence[Question], complain: Callable[[str], None] | None) -> Sequence[Question]:
-    """The questions of a file, or those that were given."""
     if not isinstance(given, (str, Path)):
         return given
     try:
@@ -190,13 +187,14 @@ def _finish(search: Search, confidence: float | None, out: Path, left_out: int) 
             max_new_tokens=evaluator.longest,
         ):
             pass
-        generated, figures = row.figures()["loyalty"], row.figures()
-    told = report.figures(search, candidates, chosen, seen, figures, confidence)
-    told["samples left out"] = left_out + evaluator.left_out
+        figures = row.figures()
+        generated = figures["loyalty"]
+    data = report.figures(search, candidates, chosen, seen, figures, confidence)
+    data["samples left out"] = left_out + evaluator.left_out
     if chosen is not None:
-        recipe = TunedRecipe.of(chosen.recipe, out.stem, told["recipe"])
+        recipe = TunedRecipe.of(chosen.recipe, out.stem, data["recipe"])
         write_whole(out, recipe.to_json().encode() + b"\n")
     best = tuple(front(whole, goal, lambda m: m.agreement))
-    tuned = Tuned(goal, keep, recipe, chosen, best, tuple(candidates), seen, generated, told)
+    tuned = Tuned(goal, keep, recipe, chosen, best, tuple(candidates), seen, generated, data)
     report.write(tuned, out)
     return tuned

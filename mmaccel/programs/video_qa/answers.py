@@ -8,14 +8,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...core.files import AppendFile, write_whole
+from ...core.files import AppendFile, write_whole, writing
 from ...errors import MmaccelError
 from ..identity import question_identity
+from ..resume import check_settings
 from .questions import VideoQuestion
 
 Record = dict[str, Any]
-#: settings that differ of which a refusal names no more
-_TOLD = 8
 
 
 class AnswerFile(AppendFile):
@@ -44,10 +43,8 @@ class AnswerFile(AppendFile):
             raise MmaccelError(f"The folder {str(where.absolute().parent)!r} does not exist; make it first.")
         super().__init__(where, "give another file")
         try:
-            self._resume(json.loads(json.dumps(dict(settings))))
-        except OSError as error:
-            self.close()
-            raise MmaccelError(f"Cannot write {str(self.path)!r} ({error.strerror}); give another file.") from error
+            with writing(self.path, "give another file"):
+                self._resume(json.loads(json.dumps(dict(settings))))
         except BaseException:
             self.close()
             raise
@@ -79,7 +76,6 @@ class AnswerFile(AppendFile):
                 self.done[record["id"]] = record
                 left.append(line)
         if sum(map(len, left)) < end:
-            # whole or not at all
             write_whole(self.path, b"".join(left))
             self.reopen()
         else:
@@ -92,13 +88,9 @@ class AnswerFile(AppendFile):
                 f"{str(self.path)!r} is of an earlier mmaccel, which knew less of what answers depend on and named questions "
                 "by their lines; give another file, or delete this one."
             )
-        keys = {**before, **settings}
-        if differ := [key for key in keys if settings.get(key) is None or before.get(key) != settings[key]]:
-            more = f" and {len(differ) - _TOLD} more" if len(differ) > _TOLD else ""
-            raise MmaccelError(
-                f"{str(self.path)!r} holds answers of a run with different settings ({', '.join(differ[:_TOLD])}{more}); give "
-                "another file, or delete this one."
-            )
+        # a setting that is not known (None) may differ
+        known = {key: object() if value is None else value for key, value in settings.items()}
+        check_settings(self.path, before, known, "give another file, or delete this one")
 
     def expect(self, questions: Iterable[VideoQuestion]) -> list[str]:
         """Note what the content of questions is known by, and drop answers to other content, such as of a video that changed.
@@ -112,20 +104,18 @@ class AnswerFile(AppendFile):
         asked = [one for one in questions if not one.error]
         self.left(asked)
         self._content = {one.name: question_identity(one)[:16] for one in asked}
-        changed = [name for name, content in self._content.items() if self._other(name, content)]
+        changed = [
+            name
+            for name, content in self._content.items()
+            if name in self.done and self.done[name].get("content") != content
+        ]
         if changed:
             left = {name: record for name, record in self.done.items() if name not in changed}
-            try:
-                # whole or not at all
+            with writing(self.path, "give another file"):
                 write_whole(self.path, b"".join(map(_line, left.values())))
-            except OSError as error:
-                raise MmaccelError(f"Cannot write {str(self.path)!r} ({error.strerror}); give another file.") from error
             self.reopen()
             self.done = left
         return changed
-
-    def _other(self, name: str, content: str) -> bool:
-        return name in self.done and self.done[name].get("content") != content
 
     def left(self, questions: Iterable[VideoQuestion]) -> list[VideoQuestion]:
         """The questions that have no answer yet. Raises MmaccelError if the file answers another question under the name of

@@ -27,7 +27,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...errors import MmaccelError
+from ...errors import MmaccelError, first_line
 from .generator import Figures
 from .qa import QASettings, VideoAnswerer
 from .questions import VideoQuestion
@@ -61,14 +61,15 @@ class _Worker:
     """A model in its own process. Its output is pickled text for Ray Data."""
 
     def __init__(self, settings: QASettings) -> None:
-        self.told: list[Any] = []
+        #: records, figures, sentences and errors that are not sent yet
+        self.output: list[Any] = []
         self.answerer: VideoAnswerer | None = None
         begin = time.perf_counter()
         try:
-            self.answerer = VideoAnswerer(settings, say=self.told.append)
+            self.answerer = VideoAnswerer(settings, say=self.output.append)
         except MmaccelError as error:
             # an exception here would make Ray start more workers
-            self.told.append(error)
+            self.output.append(error)
             return
         self.answerer.figures.seconds["loading"] += time.perf_counter() - begin
 
@@ -78,17 +79,17 @@ class _Worker:
         if self.answerer is not None:
             try:
                 for record in self.answerer.run(questions, done):
-                    yield self._all(record)
+                    yield self._send(record)
             except MmaccelError as error:
-                self.told.append(error)
-            self.told.append(self.answerer.figures)
+                self.output.append(error)
+            self.output.append(self.answerer.figures)
             self.answerer.generator.figures = Figures()
-        yield self._all()
+        yield self._send()
 
-    def _all(self, *record: Record) -> dict[str, list[str]]:
-        rows = [_pack(one) for one in (*self.told, *record)]
-        self.told.clear()
-        return {"told": rows}
+    def _send(self, *record: Record) -> dict[str, list[str]]:
+        rows = [_pack(one) for one in (*self.output, *record)]
+        self.output.clear()
+        return {"output": rows}
 
 
 def _pack(thing: Any) -> str:
@@ -106,22 +107,13 @@ class ClusterAnswerer:
     There is a worker for every GPU, or for every four CPUs if no machine has a GPU or ``settings.device`` is ``cpu``. This
     machine is connected to the cluster during :meth:`run`.
 
-    Parameters
-    ----------
-    settings : see :class:`mmaccel.programs.video_qa.qa.QASettings`; of several GPUs Ray chooses, so ``device`` names none.
+    settings : see :class:`mmaccel.programs.video_qa.qa.QASettings`; Ray chooses among several GPUs, so ``device`` names none.
     address : ``HOST:PORT`` of a cluster that this machine belongs to, or ``auto``: the one that runs here, or else a new one of
         this machine alone. An existing connection of the program is used instead.
     say : called with one sentence when something had to change, such as the size of batches.
+    figures, workers : sums over all workers, and the number of workers of the last run.
 
-    Attributes
-    ----------
-    figures : sums over all workers.
-    workers : how many the last run had.
-
-    Raises
-    ------
-    MmaccelError
-        If Ray is not installed, or an argument is not allowed.
+    Raises MmaccelError if Ray is not installed, or an argument is not allowed.
     """
 
     def __init__(
@@ -150,16 +142,16 @@ class ClusterAnswerer:
             # usually one pass; a repeated job may yield in another order
             while jobs := self._jobs(questions, done, most):
                 self.workers = min(most, len(jobs))
-                for told in _stream(self.settings, jobs, self.workers, cpus, gpus):
-                    if isinstance(told, Figures):
-                        self.figures += told
-                    elif isinstance(told, MmaccelError):
-                        raise told
-                    elif isinstance(told, str):
-                        self._say(told)
-                    elif told["id"] not in done:
-                        done.add(told["id"])
-                        yield told
+                for one in _stream(self.settings, jobs, self.workers, cpus, gpus):
+                    if isinstance(one, Figures):
+                        self.figures += one
+                    elif isinstance(one, MmaccelError):
+                        raise one
+                    elif isinstance(one, str):
+                        self._say(one)
+                    elif one["id"] not in done:
+                        done.add(one["id"])
+                        yield one
 
     def _jobs(self, questions: Iterable[VideoQuestion], done: set[str], workers: int) -> list[Job]:
         """Jobs of whole windows, without windows that are done."""
@@ -202,7 +194,7 @@ def _stream(settings: QASettings, jobs: Sequence[Job], workers: int, cpus: int, 
     ).iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0)
     try:
         for block in blocks:
-            yield from map(_unpack, block["told"])
+            yield from map(_unpack, block["output"])
     except Exception as error:
         raise MmaccelError(
             f"Ray gave up ({_fault(error)}); finished answers are kept, and the same command resumes."
@@ -248,11 +240,12 @@ def _join(address: str, say: Callable[[str], None]) -> None:
                 )
             return
         except Exception as error:
+            why = first_line(error).rstrip(".")
             if not left:
                 raise MmaccelError(
-                    f"Cannot use the Ray cluster {address!r} ({_first(error)}); see 'ray status' on this machine."
+                    f"Cannot use the Ray cluster {address!r} ({why}); see 'ray status' on this machine."
                 ) from error
-            say(f"Ray did not start ({_first(error)}); trying again.")
+            say(f"Ray did not start ({why}); trying again.")
             ray.shutdown()
 
 
@@ -286,8 +279,9 @@ def _reach(address: str) -> None:
             if peer.recv(9)[3:4] != _SETTINGS:
                 raise OSError("not a gRPC server")
     except OSError as error:
+        why = error.strerror or first_line(error).rstrip(".")
         raise MmaccelError(
-            f"No Ray cluster answers at {address!r} ({error.strerror or _first(error)}); see 'ray status' on its machines."
+            f"No Ray cluster answers at {address!r} ({why}); see 'ray status' on its machines."
         ) from error
 
 
@@ -310,9 +304,4 @@ def _places(device: str | None) -> tuple[int, int, int]:
 def _fault(error: BaseException) -> str:
     """The error in a worker: the line below the traceback that Ray reports, or else the first line."""
     below = re.search(r"^[A-Za-z_][\w.]*(: .+)?$", str(error), re.MULTILINE)
-    return below[0].rstrip(".") if below else f"{type(error).__name__}: {_first(error)}"
-
-
-def _first(error: BaseException) -> str:
-    """The first line of an error."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return below[0].rstrip(".") if below else f"{type(error).__name__}: {first_line(error).rstrip('.')}"

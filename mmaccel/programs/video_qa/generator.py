@@ -295,7 +295,6 @@ class AnswerGenerator:
             yield
 
     def _count(self, stats: Record) -> None:
-        """Add the figures of a call."""
         for name, seconds in stats["seconds"].items():
             self.figures.seconds[name] += seconds
         for note in stats["notes"]:

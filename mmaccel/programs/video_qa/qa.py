@@ -142,24 +142,21 @@ class QASettings:
             "attn": self.attn or "default",
             "trust_remote_code": self.trust_remote_code,
             "recipe": dataclasses.asdict(self.recipe),
-            **_parts(self.recipe, self.model),
+            **self._parts(self.recipe),
             "frames": self.frames,
             "frame_method": self.frame_method,
             "frame_options": dict(self.frame_options),
-            **({} if self.chooser() is None else _parts(self._choice(), self.model)),
+            **({} if self.chooser() is None else self._parts(self._choice())),
             "max_new_tokens": self.max_new_tokens,
             "prompt": asked,
             **versions(),
         }
 
+    def _parts(self, recipe: Recipe) -> dict[str, str]:
+        return {f"{name} of {recipe.name!r}": part for name, part in recipe_parts(recipe, self.model).items()}
+
     def _choice(self) -> Recipe:
-        """The method that chooses frames, as a recipe."""
         return Recipe(f"frames by {self.frame_method}", (Stage(self.frame_method, 1.0, self.frame_options),))
-
-
-def _parts(recipe: Recipe, model: str) -> dict[str, str]:
-    """:func:`.identity.recipe_parts` under names that include the recipe's."""
-    return {f"{name} of {recipe.name!r}": part for name, part in recipe_parts(recipe, model).items()}
 
 
 class VideoAnswerer:
@@ -201,7 +198,7 @@ class VideoAnswerer:
         self.generator = AnswerGenerator(model, processor, settings.recipe, settings.max_new_tokens)
         self.size = settings.most
         #: placeholders of media in prompts
-        self._places = [getattr(processor, name, None) for name in ("video_token", "image_token")]
+        self._placeholders = [getattr(processor, name, None) for name in ("video_token", "image_token")]
 
     @property
     def figures(self) -> Figures:
@@ -211,8 +208,8 @@ class VideoAnswerer:
     # --- for the user -----------------------------------------------------------------------------------------
     def answer(self, questions: Sequence[VideoQuestion]) -> list[Record]:
         """A record for each of the questions, in their order, whatever happens to the videos."""
-        made = {record["id"]: record for record in self.run(questions)}
-        return [made[one.name] for one in questions]
+        records = {record["id"]: record for record in self.run(questions)}
+        return [records[one.name] for one in questions]
 
     def run(self, questions: Iterable[VideoQuestion], done: Collection[str] = ()) -> Generator[Record, None, None]:
         """The records of all questions that are not ``done``, as they are finished; the next videos are decoded meanwhile.
@@ -247,14 +244,14 @@ class VideoAnswerer:
             if full:
                 yield from self._answer_all(batch, done)
                 clips.release()
-            misplaced = [one for one in group if self._place(one)]
+            misplaced = [one for one in group if self._placeholder(one)]
             try:
                 batch += self._next([one for one in group if one not in misplaced], clips)
             except Exception as caught:
                 yield from self._failed(wanted, sentence(caught, "The frames could not be chosen"))
                 continue
             for one in misplaced:
-                error = f"The question contains the placeholder {self._place(one)!r} of this model; leave it out."
+                error = f"The question contains the placeholder {self._placeholder(one)!r} of this model; leave it out."
                 yield from self._failed([one] if one in wanted else [], error)
         yield from self._answer_all(batch, done)
         clips.release()
@@ -275,9 +272,8 @@ class VideoAnswerer:
             yield from self._answer(part, done)
         batch.clear()
 
-    def _place(self, one: VideoQuestion) -> str | None:
-        """The placeholder that a question contains, if any."""
-        return next((place for place in self._places if place and place in one.words()), None)
+    def _placeholder(self, one: VideoQuestion) -> str | None:
+        return next((text for text in self._placeholders if text and text in one.words()), None)
 
     # --- batches --------------------------------------------------------------------------------
     def _chosen(self, group: list[VideoQuestion], clip: Clip) -> Batch:
@@ -327,18 +323,15 @@ class VideoAnswerer:
             return
         except (torch.OutOfMemoryError, MemoryError):
             error = "The device ran out of memory; take fewer frames, or weights in bfloat16."
-            there = min(self.size, sum(len(group) for group, _ in batch))
-            smaller = (there + 1) // 2 if there > 1 else 0
+            size, parts = min(self.size, sum(len(group) for group, _ in batch)), []
             if self.settings.batch_size != "auto":
                 raise MmaccelError(
                     f"The device ran out of memory with {self.size} questions at a time; take a smaller batch size, or 'auto'."
                 ) from None
-            if smaller:
-                self.size = smaller
-                self._say(f"Out of memory; continuing with {smaller} question{'s' * (smaller > 1)} at a time.")
+            if size > 1:
+                self.size = (size + 1) // 2
+                self._say(f"Out of memory; continuing with {self.size} question{'s' * (self.size > 1)} at a time.")
                 parts = list(self._batches(batch))
-            else:
-                parts = []
         except Exception as caught:
             error = sentence(caught, "The model could not answer")
             parts = [[([one], clip)] for group, clip in batch for one in group]

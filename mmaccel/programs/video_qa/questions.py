@@ -51,11 +51,11 @@ class VideoQuestion:
 
     def chosen(self, answer: str) -> str | None:
         """The letter of the choice that an answer names by its letter or its words; None if it names none or several."""
-        told = answer.strip()
-        letter = _LETTER.match(told)
+        text = answer.strip()
+        letter = _LETTER.match(text)
         if letter and letter[1].upper() in _LETTERS[: len(self.choices)]:
             return letter[1].upper()
-        words = _plain(told)
+        words = _plain(text)
         exact = [i for i, choice in enumerate(self.choices) if words and _plain(choice) == words]
         named = exact or [i for i, choice in enumerate(self.choices) if f" {_plain(choice)} " in f" {words} "]
         return _LETTERS[named[0]] if len(named) == 1 else None
@@ -90,7 +90,6 @@ class VideoQuestion:
 
 
 def _plain(text: str) -> str:
-    """Lower case, without punctuation."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
@@ -113,13 +112,13 @@ def read_questions(path: str | os.PathLike[str]) -> list[VideoQuestion]:
     listed = [(line, None, f"{file.name}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not listed:
         raise MmaccelError(f"{str(file)!r} holds no question; give a JSONL file with a question a line.")
-    found = _named(listed, str(file.parent))
-    if all(one.error for one in found):
+    questions = _named(listed, str(file.parent))
+    if all(one.error for one in questions):
         raise MmaccelError(
-            f"{str(file)!r} holds no valid question ({found[0].error.rstrip('.')}); give a JSONL file with lines such as "
+            f"{str(file)!r} holds no valid question ({questions[0].error.rstrip('.')}); give a JSONL file with lines such as "
             f"{_EXAMPLE}."
         )
-    return found
+    return questions
 
 
 def as_questions(given: str | os.PathLike[str] | Iterable[VideoQuestion | Mapping[str, Any]]) -> list[VideoQuestion]:
@@ -136,15 +135,15 @@ def as_questions(given: str | os.PathLike[str] | Iterable[VideoQuestion | Mappin
 def _named(listed: Iterable[tuple[Any, str | None, str]], folder: str) -> list[VideoQuestion]:
     """Questions from triples: question, object or line; its name without an ``id``, None for a digest; its place in
     messages."""
-    found: list[VideoQuestion] = []
+    questions: list[VideoQuestion] = []
     names: dict[str, str] = {}
-    alike: Counter[str] = Counter()
+    copies: Counter[str] = Counter()
 
     def after(content: str) -> str:
         """A name by content, numbered where contents are equal."""
         digest = hashlib.sha256(content.encode()).hexdigest()[:16]
-        alike[digest] += 1
-        return digest if alike[digest] == 1 else f"{digest}-{alike[digest]}"
+        copies[digest] += 1
+        return digest if copies[digest] == 1 else f"{digest}-{copies[digest]}"
 
     for given, own, where in listed:
         try:
@@ -162,8 +161,8 @@ def _named(listed: Iterable[tuple[Any, str | None, str]], folder: str) -> list[V
                 own, kept.get("video", ""), question=kept.get("question", ""), error=f"{where}: {error}."
             )
         names[one.name] = where
-        found.append(one)
-    return found
+        questions.append(one)
+    return questions
 
 
 def _kept(given: Any) -> dict[str, str]:
