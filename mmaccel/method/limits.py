@@ -53,7 +53,7 @@ def _allows(limit: Limit, value: Any) -> bool:
         return False
     if limit.startswith("odd"):
         return value % 2 == 1 and value > 0 or (value == 0 and limit == "odd or 0")
-    left, low, high, right = _parts(limit)[-1 if isinstance(value, float) else 0]
+    left, low, high, right = _parts(limit)[0 if isinstance(value, int) else -1]
     above = value >= float(low) if left == "[" else value > float(low)
     return above and (value <= float(high) if right == "]" else value < float(high))
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import FrozenInstanceError, dataclass, fields
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 from torch import Tensor
 
@@ -47,7 +48,7 @@ FITS = (
     ("pool", (0, 1, 5)),
     ("layers", ((0,), (None,))),
     ("bits", (1.5, 2, 2.0)),
-    ("heads", (1, 100, 1.0, 1e-9)),
+    ("heads", (1, 100, 1.0, 1e-9, np.float32(0.5))),
     ("mode", ("sum", "mean")),
 )
 REFUSED = (
