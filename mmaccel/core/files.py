@@ -11,7 +11,7 @@ from ..errors import MmaccelError
 
 try:
     import fcntl
-except ImportError:  # Windows has none; two runs on one file are then not told apart
+except ImportError:  # Windows has none; two runs may then write to one file
     fcntl = None  # type: ignore[assignment]
 
 

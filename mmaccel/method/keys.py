@@ -186,12 +186,12 @@ class CacheOptions(Method):
         try:
             value = float(number) if colon else known[name]
         except ValueError as error:
-            raise MmaccelError(f"{option}={getattr(self, option)!r}: behind the colon stands a number.") from error
+            raise MmaccelError(f"{option}={getattr(self, option)!r} must end in a number, as 'pyramid:20'.") from error
         least, most = LIMITS.get(name, (0.0, 1.0))
         # NaN is in no range
         if value is not None and not least <= value <= most:
             raise MmaccelError(
-                f"{option}={getattr(self, option)!r}: behind the colon stands a number from {least:g} to {most:g}."
+                f"{option}={getattr(self, option)!r} must end in a number from {least:g} to {most:g}, as 'pyramid:20'."
             )
         return name, value
 

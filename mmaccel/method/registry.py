@@ -93,7 +93,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else f"; known are {', '.join(known)}."
 
 
-# --- found because they are there -------------------------------------------------------------------------------------
+# --- discovery of files and entry points -------------------------------------------------------------------------------
 def files(package: ModuleType) -> list[str]:
     """The full names of the files of a package, sorted, but for those beginning with an underscore, which others share."""
     modules = iter_modules(package.__path__, f"{package.__name__}.")
@@ -129,7 +129,7 @@ def _load() -> None:
     global _loaded
     if _loaded:
         return
-    # what a file asks while it is loaded is answered from those before it
+    # a file that looks up a method while it is loaded sees those before it
     _loaded = True
     try:
         for room in _ROOMS:

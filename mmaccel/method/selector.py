@@ -33,7 +33,7 @@ _FREQUENCIES = 4
 #: the most that a shape may have: more than a selector for any language model needs, and built in a moment
 _MOST = {"features": 65_536, "width": 8_192, "blocks": 64, "heads": 256}
 _PARAMETERS = 1 << 26
-#: tensors by which a model is told from others, and how many values of each
+#: tensors that identify a model, and how many values of each
 _TENSORS, _VALUES = 32, 8
 #: relative and absolute difference that the rounding of a dtype may make
 _RELATIVE, _ABSOLUTE = 2**-7, 1e-6

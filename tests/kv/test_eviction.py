@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
         ({"layer_budget": "uniform:3"}, "is unknown"),
         ({"layer_budget": "pyramid:x"}, "a number"),
         ({"layer_budget": "pyramid:0"}, "a number from 0.5 to 1e[+]06"),
-        ({"layer_budget": "pyramid:nan"}, "'pyramid:nan': behind the colon stands a number from"),
+        ({"layer_budget": "pyramid:nan"}, "'pyramid:nan' must end in a number from"),
         ({"layer_budget": "pyramid:1e999"}, "a number from"),
         ({"layer_budget": "sparsity:1.5"}, "a number from 0 to 1"),
         ({"head_budget": "adaptive:-0.1"}, "a number from 0 to 1"),

@@ -85,7 +85,7 @@ def test_the_authors_cut_the_floor_of_a_head_to_a_whole_number() -> None:
 )
 def test_numbers_behind_the_colon_that_mean_nothing_are_refused_by_the_wrapper(option: str, value: str) -> None:
     tiny = helpers.model("llava")
-    with pytest.raises(MmaccelError, match=f"{option}='{value}': behind the colon stands a number from (0|0.5) to"):
+    with pytest.raises(MmaccelError, match=f"{option}='{value}' must end in a number from (0|0.5) to"):
         mmaccel.accelerate_vlm(tiny, "snapkv", **{option: value})
     assert not hasattr(tiny, "mmaccel")
 
