@@ -14,6 +14,7 @@ from .forward_info import ForwardInfo
 if TYPE_CHECKING:
     from mmaccel_kernels.pages import Pages
 
+    from .packed_keys import PackedKeys
     from .ragged import Ragged
 
 
@@ -21,10 +22,7 @@ class Stored(Protocol):
     """Protocol of a layer before it is read."""
 
     ragged: Ragged | None
-
-    @property
-    def packed(self) -> bool:
-        """Whether any keys are packed in pages."""
+    packed: PackedKeys
 
 
 class Readable(Protocol):
@@ -43,12 +41,8 @@ class Readable(Protocol):
         """Like the keys."""
 
     @property
-    def packs(self) -> tuple[Pages | None, ...]:
-        """Pages of every token group."""
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """The slots these take."""
+    def packed(self) -> PackedKeys:
+        """Packed keys, before them."""
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -91,7 +85,9 @@ def attend(
     if (ragged := layer.ragged) is not None:
         flat = Flat(ragged.keys, ragged.values, ragged.bounds, ragged.longest)
     # one token group is read in the same pass as the rest, each of the others in a pass of its own
-    groups = [(held, width) for held, width in zip(layer.packs, layer.widths, strict=True) if held is not None]
+    groups = [
+        (held, width) for held, width in zip(layer.packed.pages, layer.packed.widths, strict=True) if held is not None
+    ]
     parts, none = [], (layer.keys[:, :, :0], layer.values[:, :, :0])
     for other, width in groups[:-1]:
         mine = None

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from mmaccel_kernels.compact import Compacted, compact
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..core.precision import in_attention_dtype
 from ..core.transformers_api import DynamicLayer
-from ..errors import MmaccelError
 from .decoding import reads_as_stored
-from .forward_info import ForwardInfo
+from .forward_info import ForwardInfo, Phase
 from .growable import append, trimmed
-from .index import KeyIndex, leftmost, select_rows, to_device
+from .index import KeyIndex, leftmost, to_device
+from .packed_keys import PackedKeys
 from .ragged import Ragged
+from .schedule_state import ScheduleState
 from .shared import Shared
-
-_BY_ROW = ("capacity", "received", "threshold")
 
 
 def bare_bytes(keys: Tensor, values: Tensor) -> int:
@@ -32,98 +30,12 @@ def bare_bytes(keys: Tensor, values: Tensor) -> int:
     return keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
 
 
-@dataclass
-class ScheduleState:
-    """State of a recipe's schedule from step to step, beside the keys of one layer.
-
-    capacity : ``[B, Hkv]`` long on the CPU, keys each head may hold; settled at the end of a prompt.
-    received : ``[B, Hkv, K]`` float32, figures per stored slot (see :meth:`mmaccel.method.Policy.observe`); slots that came
-        later have none yet.
-    queries, places : of every forward that is remembered, the oldest first, ``[B, Hq, q, D]`` and ``[B, q]``, -1 for padding.
-    unseen : how many of the last queries the policy has not observed yet.
-    scaling, window : of the layer's attention, its sliding window in original places; as of the last forward.
-    threshold : ``[B, Hkv]``, the bar of merging that is averaged over calls; NaN in rows that begin anew. ``renewed``: there
-        are such rows since the last merge.
-    settled, evicted : of every row how many tokens were seen when its capacity was settled, and when it was last evicted from.
-    """
-
-    capacity: Tensor | None = None
-    received: Tensor | None = None
-    queries: tuple[Tensor, ...] = ()
-    places: tuple[Tensor, ...] = ()
-    unseen: int = 0
-    scaling: float = 1.0
-    window: int | None = None
-    threshold: Tensor | None = None
-    renewed: bool = False
-    settled: list[int] = field(default_factory=list)
-    evicted: list[int] = field(default_factory=list)
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor that is carried."""
-        yield from (x for name in _BY_ROW if (x := getattr(self, name)) is not None)
-        yield from self.queries
-        yield from self.places
-
-    def select(self, rows: Tensor) -> None:
-        """Keep, repeat or reorder rows of the batch."""
-        select_rows(self, _BY_ROW, rows)
-        self.queries, self.places = (
-            tuple(x[rows.to(x.device)] for x in blocks) for blocks in (self.queries, self.places)
-        )
-        if self.capacity is not None:
-            on_host = rows.tolist()
-            self.settled, self.evicted = ([known[row] for row in on_host] for known in (self.settled, self.evicted))
-
-    def remember(self, queries: Tensor, places: Tensor) -> None:
-        """Append ``queries [B, Hq, q, D]`` of ``places [B, q]``; nothing is copied."""
-        self.queries, self.places = (*self.queries, queries), (*self.places, places)
-
-    def keep(self, count: int) -> None:
-        """Forget all but the last ``count`` queries, or a few more."""
-        over = sum(x.shape[1] for x in self.places) - count
-        while self.places and over >= self.places[0].shape[1]:
-            over -= self.places[0].shape[1]
-            self.queries, self.places = self.queries[1:], self.places[1:]
-        if self.places and over > len(self.places):
-            # a long text is not held for the sake of its end
-            queries, places = self.queries[0][:, :, over:].clone(), self.places[0][:, over:].clone()
-            self.queries, self.places = (queries, *self.queries[1:]), (places, *self.places[1:])
-
-    def crop(self, count: int) -> None:
-        """Forget the last ``count`` queries."""
-        self.unseen = max(0, self.unseen - count)
-        while self.places and count > 0:
-            queries, places, left = self.queries[-1], self.places[-1], self.places[-1].shape[1] - count
-            self.queries, self.places, count = self.queries[:-1], self.places[:-1], -left
-            if left > 0:
-                self.remember(queries[:, :, :left], places[:, :left])
-
-    def rebase(self, fewer: int) -> None:
-        """Count places anew, of which there are ``fewer`` before the last ones."""
-        self.settled, self.evicted = ([seen - fewer for seen in known] for known in (self.settled, self.evicted))
-        self.places = tuple(torch.where(x < 0, x, (x - fewer).clamp(min=0)) for x in self.places)
-
-    def forget(self, rows: Tensor) -> None:
-        """Forget what is carried of ``rows [B]`` bool on the CPU, which begin anew; nothing is changed in place."""
-        if self.received is not None:
-            self.received = self.received.masked_fill(to_device(rows, self.received.device)[:, None, None], 0.0)
-        if self.threshold is not None:
-            self.threshold = self.threshold.masked_fill(to_device(rows, self.threshold.device)[:, None], torch.nan)
-            self.renewed = True
-        self.places = tuple(x.masked_fill(to_device(rows, x.device)[:, None], -1) for x in self.places)
-
-    def figures(self, slots: int) -> Tensor | None:
-        """``received`` of as many slots, zero for those that came later."""
-        return None if self.received is None else pad(self.received, (0, slots - self.received.shape[-1]))
-
-
 @dataclass(frozen=True)
 class KeptKeys:
     """The keys that are left of ``R`` rows, on their way into layers.
 
     flat : of all heads, one after the other. index : ``[R, 1 or Hkv, W]``, where they came from, and ``lengths [R, 1 or Hkv]``
-    on the CPU, how many each head has. received : ``[R, Hkv, W]``, see :class:`ScheduleState`.
+    on the CPU, how many each head has. received : ``[R, Hkv, W]``, see :class:`.schedule_state.ScheduleState`.
     """
 
     flat: Compacted
@@ -188,6 +100,7 @@ class CompressedLayer(DynamicLayer):
         self.bare_bytes = 0
         self.window: int | None = None
         self.ragged: Ragged | None = None
+        self.packed = PackedKeys()
         self.schedule = ScheduleState()
 
     @property
@@ -219,11 +132,6 @@ class CompressedLayer(DynamicLayer):
         return self.index.lengths.expand(-1, self.keys.shape[1]).contiguous()
 
     @property
-    def packed(self) -> bool:
-        """Whether any keys are packed in pages."""
-        return False
-
-    @property
     def places(self) -> int | None:
         """Number of keys that there is room for, over all rows and heads; None where only the device knows."""
         return self.keys.shape[:3].numel() + (0 if self.ragged is None else len(self.ragged.keys))
@@ -253,7 +161,7 @@ class CompressedLayer(DynamicLayer):
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
             self.keys, self.values = self.keys.to(dtype), self.values.to(dtype)
             if self.ragged is not None:
-                self.ragged = replace(self.ragged, keys=self.ragged.keys.to(dtype), values=self.ragged.values.to(dtype))
+                self.ragged = self.ragged.to(dtype)
         self.keys = append(self.keys, key_states, -2, expected_new_tokens)
         self.values = append(self.values, value_states, -2, expected_new_tokens)
         if incoming is None:
@@ -266,20 +174,15 @@ class CompressedLayer(DynamicLayer):
 
     def _note(self, incoming: ForwardInfo | None, rows: int, new: int, device: torch.device) -> None:
         """Note where ``new`` keys of every row came from; without a forward that says so they follow those seen."""
-        if incoming is not None:
-            phase = incoming.phase(self.number)
-            self.seen += incoming.length
-            if self.empty:
-                self.index = phase.shared_index(self.seen, device)
-            else:
-                self.index.extend(phase.places, phase.padded, self.seen, phase.lengths, incoming.expected_new_tokens)
-            return
-        places = torch.arange(self.seen, self.seen + new, device=device).expand(rows, -1)
-        self.seen += new
+        if incoming is None:
+            places = torch.arange(self.seen, self.seen + new, device=device).expand(rows, -1)
+            incoming = ForwardInfo(self.seen, new, False, [(0, Phase(places, False))])
+        phase = incoming.phase(self.number)
+        self.seen += incoming.length
         if self.empty:
-            self.index = KeyIndex(places, False, self.seen)
+            self.index = phase.shared_index(self.seen, device)
         else:
-            self.index.extend(places, False, self.seen)
+            self.index.extend(phase.places, phase.padded, self.seen, phase.lengths, incoming.expected_new_tokens)
 
     def stored(self) -> tuple[Tensor, Tensor]:
         """All keys and values as ``[B, Hkv, K, D]``; heads that store fewer are padded (see ``index``)."""
@@ -317,31 +220,16 @@ class CompressedLayer(DynamicLayer):
             self.keys = keys.new_empty(rows, heads, 0, keys.shape[-1])
             self.values = values.new_empty(rows, heads, 0, values.shape[-1])
 
-    def asked(self, queries: Tensor, places: Tensor, observed: bool) -> None:
-        """Remember ``queries [B, Hq, q, D]`` of ``places [B, q]``; ``observed``: a policy is to observe them."""
-        self.schedule.remember(queries, places)
-        self.schedule.unseen += queries.shape[2] if observed else 0
-
     def trim(self) -> None:
         """Give back what room is left for tokens that did not come."""
         if self.is_initialized:
             self.keys, self.values = trimmed(self.keys), trimmed(self.values)
         if self.ragged is not None:
-            self.ragged.keys, self.ragged.values = trimmed(self.ragged.keys), trimmed(self.ragged.values)
+            self.ragged.trim()
 
     def get_seq_length(self) -> int:
-        """Tokens seen, stored or not. Whoever goes on with a cache asks this first.
-
-        Raises
-        ------
-        MmaccelError
-            If a forward with this cache did not end.
-        """
-        if self.shared.broken:
-            raise MmaccelError(
-                "A forward with this cache was broken off, so that its layers may hold different tokens; begin again with a "
-                "new cache, or call reset() on this one."
-            )
+        """Tokens seen, stored or not. Whoever continues a cache asks this first: a forward that was broken off raises."""
+        self.shared.check_whole()
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -356,7 +244,7 @@ class CompressedLayer(DynamicLayer):
         if self.is_initialized:
             yield from (self.keys, self.values)
         if self.ragged is not None:
-            yield from (self.ragged.keys, self.ragged.values, self.ragged.lengths, self.ragged.bounds)
+            yield from self.ragged.tensors()
         if not self.empty:
             yield from self.index.tensors()
         yield from self.schedule.tensors()
@@ -373,6 +261,10 @@ class CompressedLayer(DynamicLayer):
         self.seen += tokens_to_remove
         self.shared.crop(self.seen)
         self.schedule.crop(-tokens_to_remove)
+        self._crop_stored()
+
+    def _crop_stored(self) -> None:
+        """Drop keys of the places from ``seen`` on."""
         if self.ragged is not None:
             index = self.index.by_head
             self.evict((index >= 0) & (index < self.seen))
@@ -419,6 +311,6 @@ class CompressedLayer(DynamicLayer):
         # 5.17 keeps them, filled with zeros
         self.keys, self.values, self.is_initialized = None, None, False
         super().reset()
-        self.seen, self.ragged, self.schedule = 0, None, ScheduleState()
+        self.seen, self.ragged, self.packed, self.schedule = 0, None, PackedKeys(), ScheduleState()
         self.shared.indices[self.number] = None
         self.shared.reset()

@@ -24,7 +24,7 @@ def batches(
     """
     kinds: dict[Hashable, list[QuantisedLayer]] = {}
     for layer in layers:
-        keys, alone = layer.keys, layer.packed or layer.dequantised is not None
+        keys, alone = layer.keys, not layer.packed.untouched
         shape = keys.device, keys.dtype, keys.shape[:2], keys.shape[3], layer.values.shape[3], layer.index.index.dim()
         carried = layer.schedule.received is None, layer.schedule.threshold is None
         kinds.setdefault((layer.number if alone else None, shape, carried, kind(layer)), []).append(layer)
@@ -99,15 +99,15 @@ class LayerBatch:
     def in_order(self) -> bool:
         """Whether all slots hold keys, in the order of their places."""
         return all(
-            not layer.index.padded and not layer.packed and layer.dequantised is None and len(layer.index) == self.width
+            not layer.index.padded and layer.packed.untouched and len(layer.index) == self.width
             for layer in self.layers
         )
 
     @property
     def loose(self) -> Tensor:
         """``[R, 1 or Hkv, K]`` bool, keys that are not packed, and never were."""
-        packed = any(layer.packed or layer.dequantised is not None for layer in self.layers)
-        return (self.index >= 0) & ~self.layers[0].once() if packed else self.index >= 0
+        packed = any(not layer.packed.untouched for layer in self.layers)
+        return (self.index >= 0) & ~self.layers[0].packed_once() if packed else self.index >= 0
 
     @cached_property
     def received(self) -> Tensor | None:
@@ -118,7 +118,7 @@ class LayerBatch:
 
     @cached_property
     def threshold(self) -> Tensor | None:
-        """``[R, Hkv]``, see :class:`.layer.ScheduleState`."""
+        """``[R, Hkv]``, see :class:`.schedule_state.ScheduleState`."""
         bars = [x for layer in self.layers if (x := layer.schedule.threshold) is not None]
         return torch.cat(bars) if bars else None
 

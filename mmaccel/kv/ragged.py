@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .growable import trimmed
+
 
 @dataclass
 class Ragged:
@@ -41,6 +43,18 @@ class Ragged:
             for x in (self.keys, self.values)
         )
         return keys, values
+
+    def to(self, dtype: torch.dtype) -> Ragged:
+        """The same in another precision."""
+        return Ragged(self.keys.to(dtype), self.values.to(dtype), self.lengths, self.longest)
+
+    def trim(self) -> None:
+        """Give back the room behind what is stored."""
+        self.keys, self.values = trimmed(self.keys), trimmed(self.values)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor held."""
+        return self.keys, self.values, self.lengths, self.bounds
 
     def select(self, rows: Tensor) -> Ragged:
         """Keep, repeat or reorder rows of the batch."""

@@ -9,7 +9,7 @@ from typing import Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
+from ..errors import MmaccelError, UnsupportedError
 from .forward_info import ForwardInfo
 from .index import KeyIndex
 from .places import Places
@@ -77,6 +77,20 @@ class Shared:
     def each(self) -> list[KeyIndex]:
         """Every index once, in the order of the layers."""
         return list({id(index): index for index in self.indices if index is not None}.values())
+
+    def check_whole(self) -> None:
+        """Check that no forward with this cache was broken off.
+
+        Raises
+        ------
+        MmaccelError
+            If one was.
+        """
+        if self.broken:
+            raise MmaccelError(
+                "A forward with this cache was broken off, so that its layers may hold different tokens; begin again with a "
+                "new cache, or call reset() on this one."
+            )
 
     def check_bare(self, seen: int) -> None:
         """Check that a model which mmaccel does not shape can continue this cache, which has seen ``seen`` tokens.

@@ -8,14 +8,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from mmaccel_kernels.append import append
-from mmaccel_kernels.pages import Pages
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .decoding import attend, on_gpu
 from .growable import put, shown
 from .index import KeyIndex, to_device
+from .packed_keys import PackedKeys
 from .ragged import Ragged
+from .schedule_state import ScheduleState
 
 #: sizes are multiples of it, so that prompts of different lengths are read by one captured step
 ROUND = 64
@@ -27,8 +28,8 @@ class Layer(Protocol):
     keys: Any
     values: Any
     ragged: Ragged | None
-    packs: tuple[Pages | None, ...]
-    widths: tuple[int, ...]
+    packed: PackedKeys
+    schedule: ScheduleState
     seen: int
     window: int | None
 
@@ -37,15 +38,8 @@ class Layer(Protocol):
         """Index of the stored keys."""
 
     @property
-    def packed(self) -> bool:
-        """Whether any keys are packed in pages."""
-
-    @property
     def gapless(self) -> bool:
         """Whether the host knows that every place holds a key."""
-
-    def asked(self, queries: Tensor, places: Tensor, observed: bool) -> None:
-        """Remember ``queries [B, Hq, q, D]`` of ``places [B, q]``; ``observed``: a policy is to observe them."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +116,7 @@ class StaticLayerView:
     keys: Tensor
     values: Tensor
     ragged: Ragged | None
-    packs: tuple[Pages | None, ...]
-    widths: tuple[int, ...]
+    packed: PackedKeys
     end: WriteCursor
     asked: Asked | None = None
     reader: Reader | None = None
@@ -154,7 +147,7 @@ class StaticLayerView:
         yield from (self.keys, self.values)
         if self.ragged is not None:
             yield from (self.ragged.keys, self.ragged.values, self.ragged.bounds)
-        for pages in self.packs:
+        for pages in self.packed.pages:
             if pages is not None:
                 yield from pages.tensors()
         yield from self.asked or ()
@@ -245,7 +238,7 @@ class StaticView:
             owner.keys, owner.values = (shown(x, -2, length) for x in (layer.keys, layer.values))
             if layer.asked is not None and self.query_spec is not None and self.added:
                 queries, at = layer.asked.queries[:, :, : self.added].clone(), places.to(torch.int32)
-                owner.asked(queries, at.expand(len(queries), -1), self.query_spec.observed)
+                owner.schedule.remember(queries, at.expand(len(queries), -1), self.query_spec.observed)
 
     def again(self, offset: Tensor, steps: int, query_spec: QuerySpec | None) -> bool:
         """Pin layers that were given back, and evicted from since, for ``steps`` tokens more, to the same tensors: what was
@@ -384,4 +377,4 @@ def _pinned(owner: Layer, width: int, end: WriteCursor) -> StaticLayerView:
         flat, others = (put(x, 0, _rounded(total, ROUND * heads)) for x in (ragged.keys, ragged.values))
         ragged.keys, ragged.values = (shown(x, 0, total) for x in (flat, others))
         ragged = Ragged(flat, others, ragged.lengths, _rounded(ragged.longest, ROUND))
-    return StaticLayerView(keys, values, ragged, owner.packs, owner.widths, end)
+    return StaticLayerView(keys, values, ragged, owner.packed, end)

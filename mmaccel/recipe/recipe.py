@@ -143,14 +143,7 @@ class Recipe:
             raise MmaccelError(f"proportional={self.proportional!r} is unknown; use 'none', 'pictures' or 'all'.")
         if self.text_retain is not None:
             check_retain(self.text_retain, "text_retain")
-        kinds = [get_method(stage.method) for stage in self.stages]
-        order = [_SITES.index(kind.site) for kind in kinds]
-        if order != sorted(order):
-            raise MmaccelError(
-                f"Recipe {self.name!r}: stages must follow the order of the sites, {' -> '.join(_SITES)}."
-            )
-        for one, other in permutations(kinds, 2):
-            _refuse_pair(self.name, one, other, one.excludes.get(other.site))
+        _check_sites(self.name, [get_method(stage.method) for stage in self.stages])
         for stage in self.stages:
             if stage.retain is not None:
                 check_retain(stage.retain)
@@ -367,6 +360,15 @@ def check_together(name: str, methods: Sequence[Method]) -> None:
     """Raise :class:`MmaccelError` if two of the ``methods`` of recipe ``name`` cannot be combined; they know it themselves."""
     for one, other in permutations(methods, 2):
         _refuse_pair(name, one, other, one.conflict(other))
+
+
+def _check_sites(name: str, methods: Sequence[type[Method]]) -> None:
+    """Raise :class:`MmaccelError` if ``methods`` are not in the order of their sites, or one excludes the site of another."""
+    order = [_SITES.index(method.site) for method in methods]
+    if order != sorted(order):
+        raise MmaccelError(f"Recipe {name!r}: stages must follow the order of the sites, {' -> '.join(_SITES)}.")
+    for one, other in permutations(methods, 2):
+        _refuse_pair(name, one, other, one.excludes.get(other.site))
 
 
 def _refuse_pair(name: str, one: Method | type[Method], other: Method | type[Method], why: str | None) -> None:

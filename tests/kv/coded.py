@@ -121,8 +121,8 @@ class Stored:
             assert error(keys[there], want[there]) < most
             assert error(values[there], centred(want)[there]) < most
             rest = torch.arange(len(layer.index)) >= layer.width
-            if layer.dequantised is not None:
-                rest = rest & ((there & rest).cumsum(-1) > layer.dequantised[..., None])
+            if layer.packed.dequantised is not None:
+                rest = rest & ((there & rest).cumsum(-1) > layer.packed.dequantised[..., None])
             exact = there & rest
             assert torch.equal(keys[exact], want[exact])
             assert torch.equal(values[exact], centred(want)[exact])
@@ -136,5 +136,5 @@ def prompt(length: int, *spans: tuple[int, int]) -> torch.Tensor:
 
 def places_of(layer: QuantisedLayer, row: int) -> list[list[int]]:
     """The places of what a row has packed, kind by kind, and of the rest; of heads that are alike."""
-    parts = layer.index.by_head.split((*layer.widths, len(layer.index) - layer.width), dim=-1)
+    parts = layer.index.by_head.split((*layer.packed.widths, len(layer.index) - layer.width), dim=-1)
     return [[place for place in part[row, 0].tolist() if place >= 0] for part in parts]

@@ -66,7 +66,7 @@ def test_packed_tokens_are_dropped_and_the_others_stay_as_they_are(codecs: tuple
     once, rewritten = Once(layer), 0
     once.look()
     for step in range(36):
-        index, before = layer.index.by_head, layer.packs
+        index, before = layer.index.by_head, layer.packed.pages
         gone = torch.rand(2, HEADS if how == "heads" else 1, index.shape[-1], generator=random) < 0.05
         gone = gone | (index < layer.seen - 90)
         once.mark()
@@ -76,7 +76,7 @@ def test_packed_tokens_are_dropped_and_the_others_stay_as_they_are(codecs: tuple
         assert once.look() == {(b, h, int(places[b, h, slot])) for b, h, slot in left.nonzero().tolist()}
         once.check_marks(layer.seen)
         assert layer.index.index.dim() == (3 if how == "heads" else 2)
-        rewritten += any(now is not was for now, was in zip(layer.packs, before, strict=True))
+        rewritten += any(now is not was for now, was in zip(layer.packed.pages, before, strict=True))
         stored.feed(2, seed=step)
         once.look()
         once.check_marks(layer.seen - 2)
@@ -103,9 +103,9 @@ def test_places_are_freed_in_units(codec: Codec) -> None:
     layer.evict(kept)
     units = torch.tensor([kept[0, h, : 12 * codec.page].view(-1, unit).any(1).sum() for h in range(HEADS)])
     assert torch.equal(layer.pages.cu_pages.diff(), (-(-units * unit // codec.page)).int())
-    assert layer.dequantised is None and layer.pages.nbytes() < pages.nbytes() * (len(layer.pages.count) + 1) / len(
-        pages.count
-    )
+    assert layer.packed.dequantised is None and layer.pages.nbytes() < pages.nbytes() * (
+        len(layer.pages.count) + 1
+    ) / len(pages.count)
     assert layer.pages.lengths().tolist() == [(units * unit).tolist()]
     index, after = layer.index.index, layer.stored()[0]
     for h in range(HEADS):
@@ -133,7 +133,7 @@ def test_the_last_tokens_of_a_group_take_no_more_than_in_full_precision() -> Non
     kept[0, 1] = torch.arange(512) % 32 < few + 1
     layer.evict(kept)
     left = once.look()
-    assert layer.dequantised.tolist() == [[16 * few, 0], [16 * few, 0]] and len(left) == int(kept.sum())
+    assert layer.packed.dequantised.tolist() == [[16 * few, 0], [16 * few, 0]] and len(left) == int(kept.sum())
     assert layer.pages.lengths().tolist() == [[0, 512], [0, 0]]
     stored.check()
     for _ in range(3):
@@ -144,14 +144,14 @@ def test_the_last_tokens_of_a_group_take_no_more_than_in_full_precision() -> Non
     # rows, tokens taken back, and everything dropped
     layer.reorder_cache(torch.tensor([1, 0]))
     stored.keys = [stored.keys[0][[1, 0]]]
-    assert layer.dequantised.tolist() == [[16 * few, 0], [16 * few, 0]][::-1]
+    assert layer.packed.dequantised.tolist() == [[16 * few, 0], [16 * few, 0]][::-1]
     stored.check()
     layer.crop(-(layer.seen - 40))
-    assert layer.dequantised.tolist() == [[2 * few, 0]] * 2
+    assert layer.packed.dequantised.tolist() == [[2 * few, 0]] * 2
     stored.keys = [stored.keys[0][:, :, :40]]
     stored.check()
     layer.evict(layer.index.by_head < 0)
-    assert layer.pages is None and not layer.dequantised.any() and layer.stored()[0].shape[2] == 0
+    assert layer.pages is None and not layer.packed.dequantised.any() and layer.stored()[0].shape[2] == 0
 
 
 @pytest.mark.parametrize("codec", SMALL, ids=name_of)

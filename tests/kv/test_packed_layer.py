@@ -89,7 +89,7 @@ def test_protected_tokens_have_values_of_two_bits() -> None:
     salient = visual & (torch.arange(200) % 4 == 1)
     stored.feed(200, visual, salient=salient)
     layer = stored.state.layers[0]
-    others, better = layer.packs
+    others, better = layer.packed.pages
     assert [plane.format.code for plane in (others.values[0], better.values[0])] == ["three", "int2"]
     # the channels of a prompt are chosen once
     for mine, theirs in zip(better.keys, others.keys, strict=True):
@@ -103,7 +103,7 @@ def test_protected_tokens_have_values_of_two_bits() -> None:
     stored.check(1.1)
     values, true = layer.stored()[1], centred(stored.keys[0])
     lost = []
-    for start, own in ((0, places_of(layer, 0)[0]), (layer.widths[0], places_of(layer, 0)[1])):
+    for start, own in ((0, places_of(layer, 0)[0]), (layer.packed.widths[0], places_of(layer, 0)[1])):
         lost.append(error(values[0, :, start : start + len(own)], true[0, :, own]))
     assert lost[1] < 0.7 * lost[0]
     # what comes later is not protected, whatever it is
@@ -158,7 +158,7 @@ def test_text_and_visual_tokens_have_codecs_of_their_own() -> None:
         assert packed == picture[: (count - 3) // 16 * 16]
         assert words == text[row][: len(text[row]) // 16 * 16]
         assert sorted(packed + words + rest) == list(range(97))
-    assert [pages.keys[0].format.code for pages in layer.packs] == ["int8", "fp8"]
+    assert [pages.keys[0].format.code for pages in layer.packed.pages] == ["int8", "fp8"]
     stored.check(0.2)
     for step in range(40):
         stored.feed(1, seed=step)
@@ -176,7 +176,7 @@ def test_text_and_visual_tokens_have_codecs_of_their_own() -> None:
     layer.crop(-20)
     assert all(max(part, default=0) < 117 for row in range(2) for part in places_of(layer, row))
     layer.reset()
-    assert layer.packs == () and layer.width == 0 and stored.state.shared.places.visual is None
+    assert layer.packed.pages == () and layer.width == 0 and stored.state.shared.places.visual is None
 
 
 def test_packing_after_eviction_keeps_heads_of_their_own_lengths() -> None:

@@ -120,8 +120,8 @@ def test_a_padded_row_is_stored_as_if_alone(family: str, codec: str) -> None:
         for row in range(len(feed["input_ids"])):
             alone = generate(tiny, zoo.single(family, feed, row), new=1).past_key_values.mmaccel
             for ours, theirs in zip(both.layers, alone.layers, strict=True):
-                assert len(ours.packs) == len(theirs.packs) > 0
-                for mine, its in zip(ours.packs, theirs.packs, strict=True):
+                assert len(ours.packed.pages) == len(theirs.packed.pages) > 0
+                for mine, its in zip(ours.packed.pages, theirs.packed.pages, strict=True):
                     mine = mine.selected(torch.tensor([row]))
                     assert torch.equal(mine.lengths(), its.lengths())
                     for a, b in zip(mine.decoded(), its.decoded(), strict=True):
@@ -250,7 +250,7 @@ def test_what_cannot_be_combined() -> None:
         ((Stage("kivi", None, {"text_only": True, "visual_only": True}),), "packs nothing if it is"),
         ((Stage("calibquant", None, {"text_only": True}),), "leave out visual_only and text_only"),
         ((Stage("kivi"), Stage("snapkv", 0.5)), "must follow the order of the sites"),
-        ((Stage("kivi", None, {"bits": 3}),), "bits=2, 4 or 8"),
+        ((Stage("kivi", None, {"bits": 3}),), "must be 2, 4 or 8, got 3"),
     ]
     for stages, message in bad:
         with pytest.raises(MmaccelError, match=message):

@@ -353,7 +353,7 @@ def test_rows_pack_at_steps_of_their_own() -> None:
     agree(wanted, got)
     assert stats["captured_steps"] >= 24 - 2
     for layer in got.past_key_values.layers:
-        loose = layer.head_lengths - sum(held.live for held in layer.held)
+        loose = layer.head_lengths - sum(held.live for held in layer.packed.held)
         assert loose.unique().numel() > 1 and int(loose.max()) < PAGES["residual"] + PAGES["page"]
 
 

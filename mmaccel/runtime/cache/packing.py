@@ -138,7 +138,7 @@ class PackKeys(Run):
             before = [s.tokens_kept for s in stats.stages.values() if s.site == "cache"]
             figures.tokens_in = figures.tokens_kept = before[0] if before else stats.layer_tokens[-1]
         own = {other.number for other in self.groups if other.stage == group.stage}
-        if not any(width for layer in self.state.layers for n, width in enumerate(layer.widths) if n in own):
+        if not any(width for layer in self.state.layers for n, width in enumerate(layer.packed.widths) if n in own):
             what = f"{group.of} tokens" if group.of in ("text", "visual") else "tokens"
             stats.notes.append(
                 f"{codec.name} has packed nothing: it packs {codec.page} {what} at a time, beyond the newest {codec.residual}."
@@ -181,7 +181,7 @@ class PackKeys(Run):
         """Pack the due tokens of a layer, now or when the forward is over."""
         layer, due = self.state.layers[number], self.due
         counts = [self._count(layer, group, eligible) for group, eligible in due]
-        if any(count is None and not layer.few(*one) for count, one in zip(counts, due, strict=True)):
+        if any(count is None and not layer.too_few(*one) for count, one in zip(counts, due, strict=True)):
             self.waiting.append(layer)
         else:
             self._pack(layer, counts)

@@ -225,7 +225,7 @@ def unpinnable(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> str:
     for layer in layers[first_layer(policy, len(layers)) :]:
         if layer.ragged is not None:
             return f"{policy.name} chooses from heads that store different counts"
-        whole = policy.summarises and len(layer.packs) == 1 and layer.gapless and layer.window is None
+        whole = policy.summarises and layer.packed.only is not None and layer.gapless and layer.window is None
         if layer.packed and not whole:
             return f"{policy.name} decodes packed keys at every step before it reads them"
     return ""
@@ -295,9 +295,9 @@ def _looked_at(
         assert table is not None
         visual, count = (x.to(layer.keys.device) for x in (table[..., 0] >= 0, memory.count))
         rivalry = Rivalry.make(layer.index, visual, count, policy.sinks, policy.recent)
-        if policy.summarises and layer.pages is not None and len(layer.packs) == 1:
+        if policy.summarises and (pages := layer.packed.only) is not None:
             most = policy.wanted if policy.partial else None
-            choices = Choices.of_pages(layer.index, rivalry, policy.unit, layer.pages, layer.width, most)
+            choices = Choices.of_pages(layer.index, rivalry, policy.unit, pages, layer.width, most)
         else:
             choices = Choices.make(layer.index, rivalry, policy.unit, policy.wanted, policy.partial)
     if choices.everything or not policy.summarises:

@@ -1,0 +1,255 @@
+"""Packed keys of a layer, by token group: pages, and where the token of every place in them came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from mmaccel_kernels.pages import Pages
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .index import leftmost, to_device
+from .ragged import Ragged
+
+
+class Held(NamedTuple):
+    """Facts that the host knows about packed tokens: the ``places`` they have in their pages, and those that are ``live``,
+    ``[B, 1 or Hkv]`` long each, on the CPU."""
+
+    places: Tensor
+    live: Tensor
+
+
+@dataclass(frozen=True)
+class PackedGroup:
+    """Packed keys of one token group.
+
+    pages : of all heads; None before the first are packed.
+    index : ``[B, 1 or Hkv, W]``, where the token of every place of the pages came from; -1 for dead places, whose token was
+        dropped, and behind the end of short heads.
+    received : ``[B, Hkv, W]`` or None, see :class:`.schedule_state.ScheduleState`.
+    held : how many places every head has, and how many tokens in them; None where only the device knows.
+    """
+
+    pages: Pages | None
+    index: Tensor
+    received: Tensor | None
+    held: Held | None = None
+
+    def known(self) -> Held:
+        """``held``; the host waits for it if it must."""
+        if self.held is not None:
+            return self.held
+        live = (self.index >= 0).sum(-1)
+        if self.pages is None:
+            places = torch.zeros_like(live)
+        else:
+            # heads with one index have as many places
+            places = self.pages.lengths()[:, : live.shape[1]]
+        return Held(*torch.stack([places, live]).cpu().unbind())
+
+    def choices(self, like: PackedGroup) -> tuple[Pages | None, Tensor]:
+        """The pages whose channels the next tokens of each head share, and the heads that have none, ``[B, 1 or Hkv]`` bool on
+        the CPU. A head that has packed nothing in this group has the channels of the group ``like`` it."""
+        unused = self.known().live == 0
+        if self.pages is None:
+            return like.pages, like.known().live == 0
+        if self is like or like.pages is None or not bool(unused.any()):
+            return self.pages, unused
+        theirs = unused & (like.known().live > 0)
+        heads = to_device(theirs.expand(-1, self.pages.heads), self.index.device).flatten()[:, None]
+        planes = [
+            mine
+            if mine.channels is None or other.channels is None
+            else replace(mine, channels=torch.where(heads, other.channels, mine.channels))
+            for mine, other in zip(self.pages.keys, like.pages.keys, strict=True)
+        ]
+        return replace(self.pages, keys=tuple(planes)), unused & ~theirs
+
+    def extended(self, new: Pages, index: Tensor, due: Tensor, received: Tensor | None, count: Tensor) -> PackedGroup:
+        """With ``new`` pages behind: the tokens ``due [B, 1 or Hkv, R]`` of those with this index and these figures, ``count
+        [B, 1 or Hkv]`` on the CPU of every head."""
+        held = self.known()
+        held = Held(held.places + count, held.live + count)
+        there = torch.zeros_like(self.index, dtype=torch.bool)
+        if self.pages is not None:
+            # dead places are places
+            lengths = self.pages.lengths()[:, : self.index.shape[1], None]
+            there = torch.arange(self.index.shape[-1], device=lengths.device) < lengths
+        order, there, _ = leftmost(torch.cat([there, due], dim=-1), held.places)
+        index = torch.cat([self.index, index], dim=-1).gather(2, order).masked_fill(~there, -1)
+        if self.received is not None and received is not None:
+            both = torch.cat([self.received, received], dim=-1)
+            received = both.gather(2, order.expand(-1, both.shape[1], -1)).masked_fill(~there, 0.0)
+        return PackedGroup(new if self.pages is None else self.pages.appended(new), index, received, held)
+
+    def kept(self, kept: Tensor, alive: Tensor, listed: Pages | None) -> PackedGroup:
+        """Only what is ``kept [B, 1 or Hkv, W]``, of which no place is dead; pages are written anew where that saves enough of
+        them. ``alive`` is the same on the CPU, and ``listed`` the pages with a listing there."""
+        heads, received = max(self.index.shape[1], kept.shape[1]), self.received
+        if self.pages is None or listed is None:
+            none = torch.zeros(self.index.shape[:2], dtype=torch.long)
+            return replace(self, held=Held(none, none))
+        index = self.index.expand(-1, heads, -1).masked_fill(~kept, -1)
+        live = alive.expand(-1, heads, -1).sum(-1)
+        if not bool(live.any()):
+            none = torch.zeros_like(live)
+            return PackedGroup(None, index[..., :0], None if received is None else received[..., :0], Held(none, none))
+        made = listed.compacted(alive.expand(-1, self.pages.heads, -1).flatten(0, 1))
+        if made is None:
+            return PackedGroup(self.pages, index, received, Held(listed.lengths()[:, :heads], live))
+        rows, device = len(index), index.device
+        places = Held(made[0].lengths()[:, :heads], live)
+        pages = made[0].listed(*(to_device(x, device) for x in made[0].listing))
+        was = to_device(made[1], device).view(rows, self.pages.heads, -1)
+        there, was = was >= 0, was.clamp(min=0)
+        if received is not None:
+            received = received.gather(2, was).masked_fill(~there, 0.0)
+        there, was = there[:, :heads], was[:, :heads]
+        return PackedGroup(pages, index.gather(2, was).masked_fill(~there, -1), received, places)
+
+    def cropped(self, seen: int) -> PackedGroup:
+        """Without the tokens from place ``seen`` on."""
+        if self.pages is None:
+            return self
+        stays = (self.index >= 0) & (self.index < seen)
+        # up to the last one; a layer may have pages and no token in them
+        number = torch.arange(1, stays.shape[-1] + 1, device=stays.device)
+        lengths = pad(stays * number, (1, 0)).amax(-1)
+        width = int(lengths.max())
+        pages = self.pages.cropped(lengths.expand(-1, self.pages.heads))
+        received = None if self.received is None else self.received[..., :width]
+        return PackedGroup(pages, self.index.masked_fill(~stays, -1)[..., :width], received)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedKeys:
+    """Packed keys and values of a layer, group after group.
+
+    pages : of every token group, None before the first of its keys are packed. widths : slots they take, those of the longest
+        head. held : what the host knows of them, None where only the device knows.
+    dequantised : ``[B, 1 or Hkv]`` long, how many of the first tokens in full precision were packed once; None if none was.
+    """
+
+    pages: tuple[Pages | None, ...] = ()
+    widths: tuple[int, ...] = ()
+    held: tuple[Held | None, ...] = ()
+    dequantised: Tensor | None = None
+
+    @staticmethod
+    def of(groups: Sequence[PackedGroup], dequantised: Tensor | None) -> PackedKeys:
+        """The packed keys of these groups; the host waits for what it does not know of them."""
+        return PackedKeys(
+            tuple(group.pages for group in groups),
+            tuple(group.index.shape[-1] for group in groups),
+            tuple(group.known() for group in groups),
+            dequantised,
+        )
+
+    @cached_property
+    def _any(self) -> bool:
+        return any(pages is not None for pages in self.pages)
+
+    def __bool__(self) -> bool:
+        """Whether any group has pages, whether or not tokens are left in them."""
+        return self._any
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no key of the layer is packed, and none was."""
+        return not self._any and self.dequantised is None
+
+    @property
+    def only(self) -> Pages | None:
+        """The pages of a layer with one token group; None where there are more, or none."""
+        return self.pages[0] if len(self.pages) == 1 else None
+
+    @cached_property
+    def width(self) -> int:
+        """Slots of all groups."""
+        return sum(self.widths)
+
+    @cached_property
+    def places(self) -> int | None:
+        """Number of places in all pages, over all rows and heads; None where only the device knows."""
+        places = 0
+        for pages, held in zip(self.pages, self.held, strict=True):
+            if held is None:
+                return None
+            places += 0 if pages is None else int(held.places.sum()) * (pages.heads // held.places.shape[1])
+        return places
+
+    @property
+    def live(self) -> Tensor | int | None:
+        """Number of packed tokens, ``[B, 1 or Hkv]`` long on the CPU, or 0; None where only the device knows."""
+        return None if None in self.held else sum(held.live for held in self.held if held is not None)
+
+    def split(self, index: Tensor, received: Tensor | None) -> list[PackedGroup]:
+        """The groups, given ``index [B, 1 or Hkv, K]`` and ``received [B, Hkv, K]`` of all slots of the layer."""
+        ends = list(accumulate(self.widths, initial=0))
+        return [
+            PackedGroup(pages, index[..., start:stop], None if received is None else received[..., start:stop], held)
+            for pages, held, start, stop in zip(self.pages, self.held, ends, ends[1:], strict=False)
+        ]
+
+    def decoded(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values of every group that has pages, ``[B, Hkv, width, D]`` each; short heads are padded."""
+        for pages, width in zip(self.pages, self.widths, strict=True):
+            if pages is None:
+                continue
+            keys, values = pages.decoded(dtype)
+            if len(keys) == pages.batch * pages.heads * width:
+                # all heads are as long
+                shape = pages.batch, pages.heads, width
+                yield keys.view(*shape, keys.shape[1]), values.view(*shape, values.shape[1])
+            else:
+                yield Ragged(keys, values, pages.lengths(), width).padded()
+
+    def needed_on_host(self) -> list[Tensor]:
+        """Tensors that :meth:`on_host` is given on the CPU."""
+        needed = [x for pages in self.pages if pages is not None for x in pages.listing]
+        return needed if self.dequantised is None else [*needed, self.dequantised]
+
+    def on_host(self, needed: Sequence[Tensor]) -> PackedKeys:
+        """The same with listings and ``dequantised`` on the CPU; for ``needed`` see :meth:`needed_on_host`."""
+        left = iter(needed)
+        pages = tuple(one and one.listed(*(next(left) for _ in one.listing)) for one in self.pages)
+        return replace(self, pages=pages, dequantised=next(left, None))
+
+    def packed_before(self, there: Tensor) -> Tensor:
+        """Which of the slots in full precision that are ``there [B, 1 or Hkv, R]`` bool hold what was packed once, bool."""
+        if self.dequantised is None:
+            return torch.zeros_like(there)
+        return there & (there.cumsum(-1) <= self.dequantised[..., None])
+
+    def cheaper_unpacked(self, kept: Tensor, token: int) -> Tensor:
+        """Which of the packed tokens ``kept [B, 1 or Hkv, W]`` bool take less memory in full precision, where each takes
+        ``token`` bytes; on the CPU, as are these and the listings."""
+        parts = []
+        for pages, part in zip(self.pages, kept.split(self.widths, dim=-1), strict=True):
+            if pages is None:
+                continue
+            live = part.expand(-1, pages.heads, -1)
+            parts.append(pages.sparse(live.flatten(0, 1), token).view_as(live)[:, : kept.shape[1]])
+        return torch.cat(parts, dim=-1) if parts else torch.zeros_like(kept)
+
+    def select(self, rows: Tensor) -> PackedKeys:
+        """Keep, repeat or reorder rows of the batch."""
+        dequantised = None if self.dequantised is None else self.dequantised[rows.to(self.dequantised.device)]
+        pages = tuple(one and one.selected(rows.to(one.table.device)) for one in self.pages)
+        return PackedKeys(pages, self.widths, (None,) * len(pages), dequantised)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held."""
+        for pages in self.pages:
+            if pages is not None:
+                yield from pages.tensors()
+        for held in self.held:
+            yield from held or ()
+        if self.dequantised is not None:
+            yield self.dequantised
