@@ -117,7 +117,14 @@ def timeless(text: str) -> str:
     return re.sub(r", \w+ [\d.,]+ (?:ms|s)\b", "", text).strip()
 
 
-@pytest.mark.parametrize("page", of_language("python"))
+@pytest.mark.parametrize(
+    "page",
+    # its search takes as long as all other pages
+    [
+        pytest.param(page, marks=pytest.mark.full if page == "docs/guides/tune.md" else ())
+        for page in of_language("python")
+    ],
+)
 def test_python_blocks_run(page: str, place: Path, fresh_registry: None, monkeypatch: pytest.MonkeyPatch) -> None:
     # dataclasses look their module up
     made = ModuleType("a_page")

@@ -809,6 +809,7 @@ def small_show(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
+@pytest.mark.full
 def test_quickstart_shows_speed_answers_and_pictures(folder, capsys, monkeypatch, small_show):
     pytest.importorskip("av")
     monkeypatch.setattr(ask, "SHIPPED_VIDEO", folder / "qwen2_5_vl")

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import zoo
-from laws.helpers import FAMILIES, generate, inputs, model
+from laws.helpers import FAMILIES, SHORT, generate, inputs, model
+from tail import few
 
 import mmaccel
 from mmaccel import (
@@ -264,7 +265,7 @@ def test_figures_of_an_encoder() -> None:
     assert repr(said) == "512 -> 128 patches (25 %), encoder 20 ms" and set(said) == set(EncoderStats.__annotations__)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES, SHORT))
 def test_the_cache_of_the_bare_model_is_computed_to_the_byte(family: str) -> None:
     tiny, feed = model(family), inputs(family, "uneven")
     for name in ("divprune", "snapkv", "kivi"):

@@ -246,7 +246,8 @@ def reading(name: str) -> tuple[str, Recipe, str]:
     return family, Recipe(name, tuple(Stage(*stage) for stage in stages)), kind
 
 
-@pytest.mark.parametrize("name", few(READING, ("tokenselect",)))
+@pytest.mark.full
+@pytest.mark.parametrize("name", READING)
 def test_steps_that_read_some_keys_are_one_graph(name: str) -> None:
     family, made, kind = reading(name)
     wanted, got, stats, watch = both(family, made, kind, 40)
