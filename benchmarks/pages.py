@@ -179,10 +179,10 @@ def next_turn(processor: Any, one: Page, ids: Sequence[int]) -> list[int]:
 def answers(model: Any, processor: Any, recipe: Recipe, batch: Sequence[Page]) -> tuple[list[str], dict[str, float]]:
     """The answers to the last questions of a batch, and means over its questions: bytes of the cache and tokens a layer."""
     longest = LONGEST.get(batch[0].kind, 24)
-    generate = partial(
-        model.generate, max_new_tokens=longest, do_sample=False, return_dict_in_generate=True, pad_token_id=2
-    )
     with torch.inference_mode(), accelerated(model, recipe, processor=processor):
+        generate = partial(
+            model.generate, max_new_tokens=longest, do_sample=False, return_dict_in_generate=True, pad_token_id=2
+        )
         if len(batch[0].questions) == 1:
             inputs = inputs_of(model, processor, batch)
             rows = generate(**inputs).sequences[:, inputs["input_ids"].shape[1] :]
