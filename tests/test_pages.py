@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pages as bench
 import pytest
 import torch
 from PIL import Image
@@ -202,3 +204,47 @@ def test_the_folder_is_that_of_the_package() -> None:
     about = json.loads((smollm2.folder() / "config.json").read_text(encoding="utf-8"))
     assert about["num_hidden_layers"] == 30 and about["vocab_size"] == 49152 and "quantization_config" not in about
     assert digests("smol-pages") == {"file SmolLM2-135M-Instruct.Q4_1.gguf": smollm2.SHA256}
+
+
+# ------------------------------------------------------------------------------------------------------ the benchmark
+class Words:
+    """A processor whose tokens are words."""
+
+    def tokenizer(self, text: str, **_: Any) -> dict[str, list[str]]:
+        return {"input_ids": text.split()}
+
+
+def test_questions_of_the_benchmark_come_kind_by_kind() -> None:
+    made = list(bench.asked(Words(), 100, "test", ("number", "name"), 10, 2))
+    assert [len(batch) for batch in made] == [2, 2, 2, 2, 2]
+    assert [batch[0].kind for batch in made] == ["number", "name", "number", "name", "number"]
+    # a longer run asks the same ones first
+    longer = [one for batch in bench.asked(Words(), 100, "test", ("number", "name"), 16, 2) for one in batch]
+    assert longer[:10] == [one for batch in made for one in batch]
+    assert len({one.name for one in longer}) == 16
+
+
+def test_rows_of_the_benchmark() -> None:
+    rows = bench.titles()
+    assert len(rows) == len(set(rows)) and rows[0] == "none"
+    assert {"snapkv:0.25", "snapkv:0.1", "snapkv:0.5", "quest:0.25", "kivi", "fastv:0.5", "flexselect:0.1"} <= set(rows)
+    # what works on pictures before the language model reads no attention of it
+    assert not {row.partition(":")[0] for row in rows} & {"divprune", "tome", "resize", "uniform"}
+    assert all(bench.recipe_of(row).build() or row == "none" for row in rows)
+
+
+def test_the_table_has_the_best_row_first() -> None:
+    kinds = {"number": {"right": 4, "asked": 4}}
+    rows = {"knorm:0.1": {"kinds": {"number": {"right": 1, "asked": 4}}}, "none": {"kinds": kinds, "kv_bytes": 2**20}}
+    found = {"rows": rows, "refused": {"sttm:0.5": "It is for clips."}, "versions": {"torch": "2.14"}}
+    text = bench.table(found | {"command": "python benchmarks/pages.py", "date": "2026-11-26", "dtype": "bfloat16"})
+    lines = text.splitlines()
+    assert lines[2].startswith("| `none` |  | 100.0% (40 to 100) | 4 | 1.0 | 4/4 |")
+    assert lines[3].startswith("| `knorm` | 0.1 | 25.0% (1 to 81) | 4 |  | 1/4 |")
+    assert "- `sttm:0.5`: It is for clips." in lines
+
+
+@pytest.mark.parametrize("option", ["--questions", "--batch-size", "--threads"])
+def test_the_benchmark_refuses_no_questions(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["pages.py", "--out", str(tmp_path / "out.json"), option, "0"])
+    refused(bench.main, "--questions, --batch-size and --threads must be 1 or more")
