@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -206,8 +207,10 @@ class Kvpress:
 
     def __init__(self, python: Path, threads: int, dtype: str) -> None:
         script = Path(__file__).parent / "peers" / "pages_with_kvpress.py"
+        # packages of this environment are not those of the peer
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self._process = subprocess.Popen(
-            [str(python), str(script), str(threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [str(python), str(script), str(threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
         self.versions = self._ask(do="load", folder=str(smollm2.folder()), dtype=dtype)["versions"]
 
