@@ -82,7 +82,7 @@ class CacheState:
         offset, weights = self.positions.offset, self.shared.places.weights
         if offset is None:
             raise RuntimeError("a cache that holds no reduced prompt cannot be pinned")
-        if before is None or weights is not None or not before.again(offset, steps, query_spec):
+        if before is None or weights is not None or not before.reuse(offset, steps, query_spec):
             before = StaticView(self.layers, offset, steps, query_spec, readers, weights)
         self.shared.static_view = before
         return before

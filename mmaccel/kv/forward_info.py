@@ -19,15 +19,15 @@ class Phase:
     places : ``[B, q]`` int32, the place of each token in the unreduced sequence; -1 for padding.
     padded : whether any is padding.
     chosen : ``[B, q]`` long on the CPU, the same as places of this forward; None where every token stays and none is padding.
-    together : ``[B, seen]`` long, the number of every place seen so far; places of one number attend to each other both ways,
-        those of -1 do not; None where none looks ahead of itself.
+    bidirectional_groups : ``[B, seen]`` long, the group of every place seen so far, whose places attend to each other both
+        ways; -1 for causal places. None where all are causal.
     back : ``[B]`` long on the CPU, how many tokens of the prompt come back in front of the new ones; None where none does.
     """
 
     places: Tensor
     padded: bool
     chosen: Tensor | None = None
-    together: Tensor | None = None
+    bidirectional_groups: Tensor | None = None
     back: Tensor | None = None
     _indices: dict[torch.device, KeyIndex] = field(default_factory=dict)
 

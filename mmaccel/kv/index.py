@@ -34,7 +34,7 @@ def select_rows(holder: Any, names: Iterable[str], rows: Tensor) -> None:
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same on the CPU. The host waits once for all of them, wherever they are."""
+    """The ``tensors`` on the CPU. The host waits once for all of them, whatever their devices are."""
     if all(x.device.type == "cpu" for x in tensors):
         return list(tensors)
     # the widest numbers first, so that all begin at a multiple of their size
@@ -45,15 +45,15 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [made[n] for n in range(len(tensors))]
 
 
-#: places of so many forwards are put behind an index together, where nobody asks for them before
-TOGETHER = 64
+#: an index appends the places of so many forwards at once, or earlier if its tensor is read
+BATCHED = 64
 
 
 class KeyIndex:
     """The place in the unreduced, padded sequence of every stored key; shared by layers that store the same keys.
 
-    While every slot holds a key, attention asks how many there are and not where they came from, so what :meth:`extend` is
-    given is put into the tensor when somebody looks at it.
+    While every slot holds a key, attention needs their number and not their places. So :meth:`extend` only lists new places,
+    and they are appended to the tensor when it is read.
 
     Parameters
     ----------
@@ -65,8 +65,8 @@ class KeyIndex:
 
     def __init__(self, index: Tensor, padded: bool, upto: int, lengths: Tensor | None = None) -> None:
         self._index = index.to(torch.int32)
-        self._behind: list[Tensor] = []
-        self._coming = 0
+        self._pending: list[Tensor] = []
+        self._pending_count = 0
         self.padded = padded
         self.upto = upto
         self._know(lengths)
@@ -75,38 +75,38 @@ class KeyIndex:
         self._weighed: tuple[Tensor, Tensor | None, int, Tensor] | None = None
 
     def _know(self, lengths: Tensor | None) -> None:
-        """Lengths as they are now; they are kept, and what comes is counted, in whole numbers."""
+        """Set the lengths, None if only the device knows; they are kept, and new keys are counted, as Python integers."""
         self._lengths: list[list[int]] | None = None if lengths is None else lengths.tolist()
         self._more = 0
         if lengths is not None:
             self._sum, self._many, self._own = int(lengths.sum()), lengths.numel(), lengths.shape[1]
 
     def clone(self) -> KeyIndex:
-        """An index of its own with the same content."""
+        """A copy to change independently."""
         return KeyIndex(self.index, self.padded, self.upto, None if self._lengths is None else self.lengths)
 
     def __len__(self) -> int:
-        return self._index.shape[-1] + self._coming
+        return self._index.shape[-1] + self._pending_count
 
     @property
     def index(self) -> Tensor:
         """``[B, K]``, or ``[B, Hkv, K]`` where heads differ, int32; -1 marks a slot without a key."""
-        if self._behind:
+        if self._pending:
             self._join(None)
         return self._index
 
     @index.setter
     def index(self, index: Tensor) -> None:
-        self._index, self._behind, self._coming = index, [], 0
+        self._index, self._pending, self._pending_count = index, [], 0
 
     @property
     def of_heads(self) -> bool:
-        """Whether heads have places of their own."""
+        """Whether heads store keys of different places."""
         return self._index.dim() == 3
 
     def _join(self, expected_new_tokens: int | None) -> None:
-        """Put what is behind the tensor into it."""
-        new = torch.cat(self._behind, dim=1) if len(self._behind) > 1 else self._behind[0]
+        """Append pending places to the tensor."""
+        new = torch.cat(self._pending, dim=1) if len(self._pending) > 1 else self._pending[0]
         if self.of_heads:
             new = new[:, None].expand(-1, self._index.shape[1], -1)
         self.index = append(self._index, new, -1, expected_new_tokens)
@@ -144,8 +144,8 @@ class KeyIndex:
         lengths: Tensor | None = None,
         expected_new_tokens: int | None = None,
     ) -> None:
-        """Append ``new [B, q]``, of which ``lengths [B]`` are keys; layers that share this index call it one after the other,
-        the first one counts. For ``expected_new_tokens`` see :func:`.growable.append`."""
+        """Append ``new [B, q]``, of which ``lengths [B]`` are keys. All layers that share this index call it; only the first
+        call has an effect. For ``expected_new_tokens`` see :func:`.growable.append`."""
         if self.upto >= upto:
             return
         if not self.known or (padded and lengths is None):
@@ -156,9 +156,9 @@ class KeyIndex:
             # all of them are keys
             self._more += new.shape[1]
         same = new.dtype == self._index.dtype and new.device == self._index.device
-        self._behind.append(new if same else new.to(self._index))
-        self._coming += new.shape[1]
-        if len(self._behind) == TOGETHER:
+        self._pending.append(new if same else new.to(self._index))
+        self._pending_count += new.shape[1]
+        if len(self._pending) == BATCHED:
             self._join(expected_new_tokens)
         self.padded |= padded
         self.upto, self._slots = upto, None
@@ -168,31 +168,33 @@ class KeyIndex:
         are ``coming``."""
         return window is not None and self.upto + coming > window
 
-    def mask(self, queries: Tensor, window: int | None, together: Tensor | None = None) -> Tensor | None:
+    def mask(self, queries: Tensor, window: int | None, groups: Tensor | None = None) -> Tensor | None:
         """Attention mask ``[B, 1 or Hkv, q, K]`` bool, or None where it is plain causal attention.
 
-        ``queries [B, q]`` are the places of the queries, -1 for padding. For ``window`` see :meth:`windowed`.
-        Of ``together [B, seen]`` see :class:`mmaccel.kv.forward_info.Phase`.
+        Parameters
+        ----------
+        queries : ``[B, q]``, the places of the queries, -1 for padding. window : see :meth:`windowed`.
+        groups : ``[B, seen]`` long, see ``bidirectional_groups`` of :class:`.forward_info.Phase`.
         """
         q = queries.shape[1]
         windowed = self.windowed(window)
-        if together is None and not self.padded and not windowed and (q == 1 or q == len(self)):
+        if groups is None and not self.padded and not windowed and (q == 1 or q == len(self)):
             return None
         known = self._mask
-        if known is None or known[0] is not queries or known[1] != window or known[2] is not together:
+        if known is None or known[0] is not queries or known[1] != window or known[2] is not groups:
             keys, at = self.by_head[:, :, None], queries.to(self.index)[:, None, :, None]
             mask = keys <= at
-            if together is not None:
-                mask |= self._together(queries, together)
+            if groups is not None:
+                mask |= self._same_group(queries, groups)
             mask &= keys >= 0
             if window is not None and windowed:
                 mask &= at - keys < window
-            self._mask = known = (queries, window, together, mask)
+            self._mask = known = (queries, window, groups, mask)
         return known[3]
 
-    def _together(self, queries: Tensor, together: Tensor) -> Tensor:
-        """Which queries at places ``[B, q]`` attend to which keys both ways, ``[B, 1 or Hkv, q, K]`` bool."""
-        numbers, keys = together.to(self.index.device), self.by_head.long().clamp(min=0)
+    def _same_group(self, queries: Tensor, groups: Tensor) -> Tensor:
+        """Which keys are in the group of a query at places ``[B, q]``, ``[B, 1 or Hkv, q, K]`` bool."""
+        numbers, keys = groups.to(self.index.device), self.by_head.long().clamp(min=0)
         asking = queries.to(self.index.device).long()
         of_queries = numbers.gather(1, asking.clamp(min=0)).masked_fill(asking < 0, -1)[:, None, :, None]
         of_keys = numbers[:, None].expand(-1, keys.shape[1], -1).gather(2, keys)[:, :, None]
@@ -202,7 +204,7 @@ class KeyIndex:
         """Additive mask of a number of ``queries``, ``[B, 1 or Hkv, 1 or q, K]``: for keys at the first ``n`` places
         ``weights [B, n]``, and for those that are not ``visible [B, 1 or Hkv, q, K]`` the least number that there is.
 
-        Layers that share this index ask with the same tensors, and get the same answer.
+        Layers that share this index pass the same tensors, and get the same result.
         """
         known = self._weighed
         if known is None or known[0] is not weights or known[1] is not visible or known[2] != self.upto:
@@ -219,13 +221,13 @@ class KeyIndex:
         return known[3]
 
     def trim(self) -> None:
-        """Give back what room is left."""
-        if self._behind:
+        """Free the spare room."""
+        if self._pending:
             self._join(0)
         self.index = trimmed(self.index)
 
     def forget(self) -> None:
-        """Let go of the mask of the last forward, which may be many times as large as the index."""
+        """Free the mask of the last forward, which may be many times as large as the index."""
         self._mask = self._weighed = None
 
     def tensors(self) -> Iterator[Tensor]:
@@ -247,9 +249,9 @@ class KeyIndex:
         self._mask = self._slots = None
 
     def crop(self, upto: int) -> Tensor:
-        """Forget everything from place ``upto`` on; returns the slots that stay for any row or head, ``[K]`` bool.
+        """Forget the places from ``upto`` on; returns the slots that stay for any row or head, ``[K]`` bool.
 
-        Layers that share this index call it one after the other and get the same answer.
+        All layers that share this index call it, and get the same result.
         """
         if self.upto > upto or self._slots is None:
             stays = self.index < upto

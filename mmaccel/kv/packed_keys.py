@@ -222,13 +222,13 @@ class PackedKeys:
         return replace(self, pages=pages, dequantised=next(left, None))
 
     def packed_before(self, there: Tensor) -> Tensor:
-        """Which of the slots in full precision that are ``there [B, 1 or Hkv, R]`` bool hold what was packed once, bool."""
+        """Mask of the slots in full precision, ``there [B, 1 or Hkv, R]`` bool, whose keys were packed before."""
         if self.dequantised is None:
             return torch.zeros_like(there)
         return there & (there.cumsum(-1) <= self.dequantised[..., None])
 
     def cheaper_unpacked(self, kept: Tensor, token: int) -> Tensor:
-        """Which of the packed tokens ``kept [B, 1 or Hkv, W]`` bool take less memory in full precision, where each takes
+        """Mask of the packed tokens ``kept [B, 1 or Hkv, W]`` bool that take less memory in full precision, where each takes
         ``token`` bytes; on the CPU, as are these and the listings."""
         parts = []
         for pages, part in zip(self.pages, kept.split(self.widths, dim=-1), strict=True):

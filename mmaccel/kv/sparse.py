@@ -22,47 +22,48 @@ Wanted = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Rivalry:
-    """Keys of an index that compete, in the order of their places: packed pictures stand before text that is older.
+class Candidates:
+    """Keys of an index in the order of their places, and which of them compete to be read.
 
-    order : ``[B, 1 or Hkv, K]`` long, the slots by place. there : the same shape, bool, as the others: which of these are keys.
-    seen : the visual ones. fixed : those of them that are always read. rivals : the others.
+    order : ``[B, 1 or Hkv, K]`` long, the slots by place: packed pictures are stored before older text.
+    valid : ``[B, 1 or Hkv, K]`` bool, as the others: which of these slots hold keys. visual : those of visual tokens.
+    always : visual keys that every step reads. competing : the other visual keys.
     count : ``[B]`` long, how many visual keys are read of each row.
     """
 
     order: Tensor
-    there: Tensor
-    seen: Tensor
-    fixed: Tensor
-    rivals: Tensor
+    valid: Tensor
+    visual: Tensor
+    always: Tensor
+    competing: Tensor
     count: Tensor
 
     @staticmethod
-    def make(index: KeyIndex, visual: Tensor, count: Tensor, sinks: int = 0, recent: float = 0) -> Rivalry:
-        """Make it where ``visual [B, n]`` bool says which of the first ``n`` places are visual; for ``sinks`` and
-        ``recent``, which name those that are always read, see :class:`mmaccel.method.CacheOptions`."""
+    def make(index: KeyIndex, visual: Tensor, count: Tensor, sinks: int = 0, recent: float = 0) -> Candidates:
+        """Candidates of an index whose first ``n`` places are visual where ``visual [B, n]`` bool says so; for ``sinks`` and
+        ``recent``, which are always read, see :class:`mmaccel.method.CacheOptions`."""
         known = index.by_head.long()
         order = known.argsort(dim=-1, stable=True)
         known = known.gather(2, order)
-        there, within = known >= 0, known.clamp(0, visual.shape[1] - 1)
-        # what the ends are does not move with what is generated
-        prompt = there & (known < visual.shape[1])
+        valid, within = known >= 0, known.clamp(0, visual.shape[1] - 1)
+        # tokens that are generated do not move the ends
+        prompt = valid & (known < visual.shape[1])
         seen = visual[:, None].expand(-1, known.shape[1], -1).gather(2, within) & prompt
         newest = recent if isinstance(recent, int) else (prompt.sum(-1, keepdim=True) * recent + 0.5).long()
-        fixed = seen & ((prompt.cumsum(-1) <= sinks) | (masks.suffix_sums(prompt) <= newest))
-        return Rivalry(order, there, seen, fixed, seen & ~fixed, count)
+        always = seen & ((prompt.cumsum(-1) <= sinks) | (masks.suffix_sums(prompt) <= newest))
+        return Candidates(order, valid, seen, always, seen & ~always, count)
 
     def slots(self, mask: Tensor, width: int) -> Tensor:
-        """The slots of what is true, ``[B, 1 or Hkv, width]`` int32, -1 for none."""
+        """The slots where ``mask [B, 1 or Hkv, K]`` is true, ``[B, 1 or Hkv, width]`` int32, -1 for none."""
         at, held = masks.leftmost(mask, width)
         return self.order.gather(2, at).masked_fill(~held, -1).int()
 
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """Choices of a step in the layers that share an index, by the slots of what was stored when this was made.
+    """Keys that a step may choose in the layers that share an index, by their slots when this was made.
 
-    index : that of the layers, which is not held. stored : how many slots it had; whatever came later is always read.
+    index : index of the layers, by a weak reference. stored : how many slots it had; later keys are always read.
     rated : ``[B, 1 or Hkv, P each, unit]`` int32, the slots of visual keys in their order, some consecutive ones in every unit,
         of which ``each`` consecutive ones are read together.
     always : ``[B, 1 or Hkv, A]`` int32, the slots of all other keys. -1 is none, in both.
@@ -91,28 +92,34 @@ class Choices:
     _read: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     @staticmethod
-    def make(index: KeyIndex, rivalry: Rivalry, unit: int, wanted: Wanted, partial: bool = False) -> Choices:
-        """Make the choices; the host waits once.
+    def make(index: KeyIndex, candidates: Candidates, unit: int, wanted: Wanted, partial: bool = False) -> Choices:
+        """Choices among single keys; the host waits once.
 
         Parameters
         ----------
         unit : keys that are read together. wanted : how many units a number of keys makes, see
             :meth:`mmaccel.method.ReadingPolicy.wanted`. partial : whether a step may leave out some though all are wanted.
         """
-        rivals, others, size = rivalry.rivals, rivalry.there & ~rivalry.rivals, rivalry.rivals.sum(-1)
-        left = (rivalry.count[:, None] - rivalry.fixed.sum(-1)).clamp(min=0)
+        competing, others, size = (
+            candidates.competing,
+            candidates.valid & ~candidates.competing,
+            candidates.competing.sum(-1),
+        )
+        left = (candidates.count[:, None] - candidates.always.sum(-1)).clamp(min=0)
         units = wanted(left, size)
         chooses = left < size if partial else units < (size + unit - 1) // unit
-        told = torch.stack([size, others.sum(-1), units, chooses.long()]).flatten(1).cpu()
-        (most_rivals, most_others, most, any_chooses), least = told.amax(1).tolist(), told.amin(1).tolist()
-        all_there = least[0] == most_rivals and most_rivals % unit == 0
+        counts = torch.stack([size, others.sum(-1), units, chooses.long()]).flatten(1).cpu()
+        (most_competing, most_others, most, any_chooses), least = counts.amax(1).tolist(), counts.amin(1).tolist()
+        all_there = least[0] == most_competing and most_competing % unit == 0
         # to whole units
-        rated = pad(rivalry.slots(rivals, most_rivals), (0, -most_rivals % unit), value=-1).unflatten(2, (-1, unit))
+        rated = pad(candidates.slots(competing, most_competing), (0, -most_competing % unit), value=-1).unflatten(
+            2, (-1, unit)
+        )
         return Choices(
             weakref.ref(index),
             len(index),
             rated,
-            rivalry.slots(others, most_others),
+            candidates.slots(others, most_others),
             rated[..., 0] < 0,
             units.int(),
             most,
@@ -123,25 +130,25 @@ class Choices:
 
     @staticmethod
     def of_pages(
-        index: KeyIndex, rivalry: Rivalry, unit: int, pages: Pages, width: int, most_keys: Wanted | None = None
+        index: KeyIndex, candidates: Candidates, unit: int, pages: Pages, width: int, most_keys: Wanted | None = None
     ) -> Choices:
-        """The same of keys that are packed in ``pages``, the first ``width`` slots, each of which is read as a whole or not at
-        all: as many as fit, at least one. Pages that hold text, and keys in full precision, are always read. Where a step may
-        leave out some of them, ``most_keys`` says of how many keys they may be."""
+        """Choices among the packed ``pages`` in the first ``width`` slots, each of which is read as a whole or not at all: as
+        many as fit, at least one. Pages that hold text, and keys in full precision, are always read. ``most_keys``: how many
+        keys a step may choose at most, where it may choose fewer pages than fit."""
         known, page = index.by_head, pages.page
         there = known >= 0
-        rivals = torch.zeros_like(there).scatter_(2, rivalry.order, rivalry.rivals)
+        competing = torch.zeros_like(there).scatter_(2, candidates.order, candidates.competing)
         packed = PageSlots.make(pages, width, known.shape[1])
-        whole = packed.whole(rivals[..., :width], there[..., :width])
+        whole = packed.whole(competing[..., :width], there[..., :width])
         chosen = pad(whole.gather(2, packed.of.clamp(min=0)), (0, known.shape[2] - width), value=False) & there
-        others = (there & ~chosen).gather(2, rivalry.order)
-        left = rivalry.count[:, None] - (rivalry.seen & others).sum(-1)
+        others = (there & ~chosen).gather(2, candidates.order)
+        left = candidates.count[:, None] - (candidates.visual & others).sum(-1)
         size, every = whole.sum(-1), chosen.sum(-1)
         fit = left if most_keys is None else most_keys(left.clamp(min=0), every)
         units = torch.where(left >= every, size, torch.minimum((fit // page).clamp(min=1), size))
         chooses = units < size if most_keys is None else left.clamp(min=0) < every
-        told = torch.stack([size, others.sum(-1), units, chooses.long()]).flatten(1).amax(1).tolist()
-        most_pages, most_others, most, any_chooses = told
+        counts = torch.stack([size, others.sum(-1), units, chooses.long()]).flatten(1).amax(1).tolist()
+        most_pages, most_others, most, any_chooses = counts
         number, held = masks.leftmost(whole, most_pages)
         number = number.masked_fill(~held, -1)
         # the slots of a page end where the next one begins
@@ -153,7 +160,7 @@ class Choices:
         rated = pad(slots.masked_fill(~inside, -1).int(), (0, -page % unit), value=-1).unflatten(3, (-1, unit))
         each = rated.shape[3]
         rated = rated.flatten(2, 3)
-        always = rivalry.slots(others, most_others)
+        always = candidates.slots(others, most_others)
         gone = (rated < 0).all(-1)
         return Choices(
             weakref.ref(index),
@@ -198,8 +205,8 @@ class Choices:
 
 @dataclass(frozen=True, eq=False)
 class LayerRead:
-    """State of one layer from step to step: its ``choices``, the ``summary`` that they are rated by, and what the policy
-    ``carried`` from the last step, ``[B, ...]`` each; and how its packed pages are ``listed``, once a step has asked."""
+    """State of one layer from step to step: its ``choices``, the ``summary`` that they are rated by, the tensors that the
+    policy ``carried`` from the last step, ``[B, ...]`` each, and the listing of its packed pages once a step has needed it."""
 
     choices: Choices
     summary: Mapping[str, Tensor]
@@ -279,11 +286,11 @@ class SparseMemory:
 
 
 class SparseRead:
-    """The keys that some layers read in one forward: those of ``places [B, n]`` bool, and of all later places.
+    """Sparse read of some layers in one forward: keys of the ``places [B, n]`` bool, and of all later places.
 
     Parameters
     ----------
-    counted, left_out : the index of which the host knows how many keys of each row are not read.
+    counted, left_out : an index, and how many of its keys are not read in each row, where the host knows.
     """
 
     def __init__(self, places: Tensor, counted: KeyIndex | None = None, left_out: list[int] | None = None) -> None:
@@ -292,7 +299,8 @@ class SparseRead:
         self._made: dict[int, tuple[KeyIndex, KeyIndex, Tensor]] = {}
 
     def _of(self, index: KeyIndex) -> tuple[KeyIndex, KeyIndex, Tensor]:
-        """The index itself (so that it lives), that of what is read of it, and the slots of that, ``[B, 1 or Hkv, R]``."""
+        """The index itself, so that its id stays unique, the index of the keys that are read, and their slots ``[B, 1 or Hkv,
+        R]``."""
         if id(index) not in self._made:
             known = index.by_head
             at = known.long().clamp(0, self.places.shape[1] - 1)

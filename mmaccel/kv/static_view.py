@@ -48,12 +48,12 @@ class WriteCursor:
 
     slot : ``[1]`` long, where the next token is written. filled : ``[1]`` long, how many keys there are then.
     visible : bool, the slots that hold a key; None where lengths alone say so.
-    masked : whether torch's attention reads all there is room for under ``visible [B or 1, 1 or Hkv, 1, T]``, which the tokens
-        to come are added to. Else :func:`.decoding.attend` reads what is ``filled``, and sees the tokens to come anyhow.
-    places, window : what is ``visible`` moves on with a sliding window of so many places; ``[B, 1 or Hkv, 1, T]`` int32, those
-        of all slots, far below zero where there is no key.
-    weights, added : with proportional attention, what is added to the logits of all slots, ``[B, 1 or Hkv, 1, T]``; and the
-        same with the least number that there is where nothing is ``visible``.
+    masked : whether torch's attention reads all slots under the mask ``visible [B or 1, 1 or Hkv, 1, T]``, to which every
+        new token is added. Else :func:`.decoding.attend` reads the slots that are ``filled``, new tokens among them.
+    places, window : with a sliding window of so many places, the places of all slots, ``[B, 1 or Hkv, 1, T]`` int32, far below
+        zero where there is no key; ``visible`` is computed from them at every step.
+    weights, added : with proportional attention, weights added to the logits of all slots, ``[B, 1 or Hkv, 1, T]``; and the
+        same with the lowest number of the dtype where a slot is not ``visible``.
     """
 
     slot: Tensor
@@ -66,7 +66,7 @@ class WriteCursor:
     added: Tensor | None = None
 
     def begin(self, place: Tensor) -> None:
-        """The token of a ``place [1]`` comes: everybody sees it."""
+        """Make the token of ``place [1]`` visible."""
         if self.visible is not None and self.places is not None:
             near = self.places > place - self.window
             torch.logical_and(near, self.places <= place, out=self.visible)
@@ -82,14 +82,14 @@ class WriteCursor:
 
 
 class QuerySpec(NamedTuple):
-    """Queries that a policy needs of the tokens to come: those of ``heads`` heads, and whether it observes all of them."""
+    """Queries of new tokens that a policy needs: how many ``heads`` they have, and whether it observes all of them."""
 
     heads: int
     observed: bool
 
 
-class Asked(NamedTuple):
-    """The queries of a layer that a policy is to look at, ``[B, Hq, room, D]``, and where the next one is put, ``[1]`` long."""
+class QueryBuffer(NamedTuple):
+    """The queries of a layer since it was pinned, ``[B, Hq, room, D]``, and where the next one is put, ``[1]`` long."""
 
     queries: Tensor
     slot: Tensor
@@ -110,63 +110,71 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class StaticLayerView:
-    """A layer while it is pinned: what ragged heads and pages hold is as it was, and tokens are added to ``keys`` and ``values
-    [B, Hkv, T, D]``, up to ``end``. Where a step reads some keys only, the ``reader`` chooses them."""
+    """A layer while it is pinned: ragged heads and pages do not change, and tokens are written to ``keys`` and ``values
+    [B, Hkv, T, D]`` at the ``cursor``, and to ``queries`` if a policy needs those. The ``reader`` chooses the keys of a step
+    that reads only some."""
 
     keys: Tensor
     values: Tensor
     ragged: Ragged | None
     packed: PackedKeys
-    end: WriteCursor
-    asked: Asked | None = None
+    cursor: WriteCursor
+    queries: QueryBuffer | None = None
     reader: Reader | None = None
 
     def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Put ``key`` and ``value [B, Hkv, 1, D]`` behind the others; returns all that were added, and the room behind them."""
-        append(self.keys, self.values, key, value, self.end.slot)
+        """Write ``key`` and ``value [B, Hkv, 1, D]`` at the cursor; returns ``keys`` and ``values`` with all their room."""
+        append(self.keys, self.values, key, value, self.cursor.slot)
         return self.keys, self.values
 
-    def ask(self, query: Tensor) -> None:
-        """A token's ``query [B, Hq, 1, D]`` comes by: it is remembered where a policy is to observe it."""
-        if self.asked is not None:
-            self.asked.queries.index_copy_(2, self.asked.slot, query)
+    def note_query(self, query: Tensor) -> None:
+        """Store a token's ``query [B, Hq, 1, D]`` if a policy needs it."""
+        if self.queries is not None:
+            self.queries.queries.index_copy_(2, self.queries.slot, query)
 
     @property
     def masked(self) -> bool:
-        """Whether torch's attention reads everything, see :class:`WriteCursor`; else :meth:`attend` does."""
-        return self.end.masked and self.reader is None
+        """Whether torch's attention reads all slots, see :class:`WriteCursor`; else :meth:`attend` does."""
+        return self.cursor.masked and self.reader is None
 
     def attend(self, query: Tensor, scaling: float) -> Tensor:
-        """Attention of ``query [B, Hq, 1, D]`` over what is read, ``[B, 1, Hq, D]``; see :func:`.decoding.attend`."""
+        """Attention of ``query [B, Hq, 1, D]`` over the keys that are read, ``[B, 1, Hq, D]``; see :func:`.decoding.attend`."""
         if self.reader is not None:
             return self.reader.attend(self, query, scaling)
-        return attend(self, query, self.end.visible, scaling, self.end.filled)
+        return attend(self, query, self.cursor.visible, scaling, self.cursor.filled)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Everything held, beside where it ends."""
+        """Everything held but the cursor, which layers share."""
         yield from (self.keys, self.values)
         if self.ragged is not None:
             yield from (self.ragged.keys, self.ragged.values, self.ragged.bounds)
         for pages in self.packed.pages:
             if pages is not None:
                 yield from pages.tensors()
-        yield from self.asked or ()
+        yield from self.queries or ()
         if self.reader is not None:
             yield from self.reader.tensors()
 
 
 class StaticView:
-    """The layers of a cache, pinned for ``steps`` tokens to come.
+    """The layers of a cache, pinned for ``steps`` new tokens.
 
-    Where the next token is written and who sees it is known on the device; the host counts the tokens in ``added``.
-    ``query_spec``: where their queries are remembered, too. ``readers``: of the layers, by their numbers, of which a step
-    reads some keys only. ``weights``: what is added to the logits of keys, see :class:`.shared.Shared`.
+    Cursors, masks and positions of the next token are on the device; the host counts the tokens in ``added``.
 
-    owners, offset : layers of the cache, and what it knows of positions; see :class:`.shared.Shared`.
-    layers : the same as they are read. ends : where they end; layers that store equally many share one.
-    own : nobody else has seen the tensors that keys and values are in. serves : steps that they may be pinned for in all.
-    positions : ``[B, 1]`` long, of the next token. place : ``[1]`` long, how many came before it.
-    mask : ``[1, 1, 1, 1]`` bool, a placeholder where nobody looks.
+    Parameters
+    ----------
+    owners : layers of the cache. offset : ``[B]`` long, see :class:`.positions.NextPositions`.
+    query_spec : the queries that a policy needs of the new tokens; None for none.
+    readers : by the number of the layer, of those of which a step reads only some keys.
+    weights : ``[B, n]``, see :class:`.places.Places`.
+
+    Attributes
+    ----------
+    layers : the layers as they are read. cursors : their write cursors, one for all layers of equal length.
+    exclusive : nobody else has seen the tensors that keys and values are in. expected_steps : steps that they may be pinned for
+        in all.
+    positions : ``[B, 1]`` long, of the next token. place : ``[1]`` long, how many tokens came before it.
+    mask : ``[1, 1, 1, 1]`` bool, a placeholder that nothing reads.
     """
 
     def __init__(
@@ -179,30 +187,31 @@ class StaticView:
         weights: Tensor | None = None,
     ) -> None:
         self.owners, self.steps, self.added, self.query_spec = owners, steps, 0, query_spec
-        self.asked = [] if query_spec is None else [torch.zeros(1, dtype=torch.long, device=offset.device)]
-        self.ends: list[WriteCursor] = []
+        self.query_slots = [] if query_spec is None else [torch.zeros(1, dtype=torch.long, device=offset.device)]
+        self.cursors: list[WriteCursor] = []
         self.layers: list[StaticLayerView] = []
-        found: dict[Any, WriteCursor] = {}
-        self.own, self.serves = True, steps
+        cursors: dict[Any, WriteCursor] = {}
+        self.exclusive, self.expected_steps = True, steps
         # layers that store all in one place, and the others
         longest = [max((o.keys.shape[2] for o in owners if _whole(o) == whole), default=0) for whole in (False, True)]
         for owner in owners:
             width = _rounded(longest[_whole(owner)] + steps, ROUND)
-            # of ours no kernel takes weights
+            # no kernel of mmaccel takes weights
             masked = _whole(owner) and (weights is not None or not on_gpu(owner.keys))
             window = owner.window if owner.index.windowed(owner.window, steps) else None
             hidden = not owner.gapless or window is not None
-            apart = hidden or weights is not None
-            name = owner.keys.shape[2], masked, id(owner.index) if apart else None, window
-            if name not in found:
-                found[name] = _weighed(owner, _end(owner, width, masked, hidden, window), width, weights)
-                self.ends.append(found[name])
+            by_index = hidden or weights is not None
+            name = owner.keys.shape[2], masked, id(owner.index) if by_index else None, window
+            if name not in cursors:
+                cursors[name] = _weigh(owner, _cursor(owner, width, masked, hidden, window), width, weights)
+                self.cursors.append(cursors[name])
             before = owner.keys.data_ptr()
-            self.layers.append(_pinned(owner, width, found[name]))
-            self.own = self.own and _whole(owner) and self.layers[-1].keys.data_ptr() != before
+            self.layers.append(_view(owner, width, cursors[name]))
+            self.exclusive = self.exclusive and _whole(owner) and self.layers[-1].keys.data_ptr() != before
         if query_spec is not None:
             self.layers = [
-                replace(layer, asked=_asked(layer.keys, query_spec.heads, steps, *self.asked)) for layer in self.layers
+                replace(layer, queries=_query_buffer(layer.keys, query_spec.heads, steps, *self.query_slots))
+                for layer in self.layers
             ]
         for number, reader in (readers or {}).items():
             self.layers[number] = replace(self.layers[number], reader=reader)
@@ -212,23 +221,23 @@ class StaticView:
 
     @property
     def full(self) -> bool:
-        """Whether all the tokens have come."""
+        """Whether all ``steps`` tokens were added."""
         return self.added == self.steps
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that a step reads or writes, beside the model's and its own token."""
         held = [x for layer in self.layers for x in layer.tensors()]
-        return [*held, *(x for end in self.ends for x in end.tensors()), self.positions, self.place, self.mask]
+        return [*held, *(x for cursor in self.cursors for x in cursor.tensors()), self.positions, self.place, self.mask]
 
-    def counted(self) -> None:
-        """A step is over: the host counts its token."""
+    def count_step(self) -> None:
+        """Count the token of a step on the host."""
         self.added += 1
         for owner in self.owners:
             owner.seen += 1
 
     def release(self) -> None:
-        """Give layers and indices what was added, as if they had been there at every step. What a step that was broken off has
-        written is behind that, where nobody looks."""
+        """Add the new tokens to layers and indices, as ordinary steps would have. A step that was broken off has written
+        behind them, where nothing reads."""
         seen = self.owners[0].seen
         for owner, layer in zip(self.owners, self.layers, strict=True):
             # layers that share an index extend it once
@@ -236,75 +245,74 @@ class StaticView:
             owner.index.extend(places.expand(len(owner.index.index), -1), False, seen)
             length = owner.keys.shape[2] + self.added
             owner.keys, owner.values = (shown(x, -2, length) for x in (layer.keys, layer.values))
-            if layer.asked is not None and self.query_spec is not None and self.added:
-                queries, at = layer.asked.queries[:, :, : self.added].clone(), places.to(torch.int32)
+            if layer.queries is not None and self.query_spec is not None and self.added:
+                queries, at = layer.queries.queries[:, :, : self.added].clone(), places.to(torch.int32)
                 owner.schedule.remember(queries, at.expand(len(queries), -1), self.query_spec.observed)
 
-    def again(self, offset: Tensor, steps: int, query_spec: QuerySpec | None) -> bool:
-        """Pin layers that were given back, and evicted from since, for ``steps`` tokens more, to the same tensors: what was
-        captured goes on. False, and nothing is done, where they do not fit, or somebody may hold on to what is there."""
-        if not self.own or query_spec != self.query_spec or any(layer.reader is not None for layer in self.layers):
+    def reuse(self, offset: Tensor, steps: int, query_spec: QuerySpec | None) -> bool:
+        """Pin layers that were released, and evicted from since, for ``steps`` more tokens to the same tensors, so that
+        captured steps stay valid. False, and nothing is done, where they do not fit or somebody may hold these tensors."""
+        if (
+            not self.exclusive
+            or query_spec != self.query_spec
+            or any(layer.reader is not None for layer in self.layers)
+        ):
             return False
-        ends: dict[Any, WriteCursor] = {}
+        cursors: dict[Any, WriteCursor] = {}
         for owner, layer in zip(self.owners, self.layers, strict=True):
-            end, length = layer.end, owner.keys.shape[2]
+            cursor, length = layer.cursor, owner.keys.shape[2]
             # packed or ragged layers, and slots without a key, are pinned to tensors of other sizes
-            plain = _whole(owner) and owner.gapless and layer.ragged is None and end.places is None
-            plain = plain and (end.masked or end.visible is None) and end.weights is None
+            plain = _whole(owner) and owner.gapless and layer.ragged is None and cursor.places is None
+            plain = plain and (cursor.masked or cursor.visible is None) and cursor.weights is None
             fits = owner.keys.shape[:2] == layer.keys.shape[:2] and length + steps <= layer.keys.shape[2]
             moved = owner.keys.untyped_storage().data_ptr() != layer.keys.untyped_storage().data_ptr()
-            if not (plain and fits and moved and ends.setdefault(length, end) is end):
+            if not (plain and fits and moved and cursors.setdefault(length, cursor) is cursor):
                 return False
-            if layer.asked is not None and steps > layer.asked.queries.shape[2]:
+            if layer.queries is not None and steps > layer.queries.queries.shape[2]:
                 return False
-        for length, end in ends.items():
-            end.slot.fill_(length)
-            end.filled.fill_(length + 1)
-            if end.visible is not None:
-                end.visible.zero_()[..., :length] = True
+        for length, cursor in cursors.items():
+            cursor.slot.fill_(length)
+            cursor.filled.fill_(length + 1)
+            if cursor.visible is not None:
+                cursor.visible.zero_()[..., :length] = True
         for owner, layer in zip(self.owners, self.layers, strict=True):
             for x, stored in ((layer.keys, owner.keys), (layer.values, owner.values)):
                 x.narrow(2, 0, stored.shape[2]).copy_(stored)
             owner.keys, owner.values = (shown(x, -2, owner.keys.shape[2]) for x in (layer.keys, layer.values))
         self.positions.copy_((self.owners[0].seen - offset)[:, None])
         self.place.fill_(self.owners[0].seen)
-        for slot in self.asked:
+        for slot in self.query_slots:
             slot.zero_()
         self.steps, self.added = steps, 0
         return True
 
-    def begin(self) -> None:
-        """A token comes: everybody sees it."""
-        for end in self.ends:
-            end.begin(self.place)
+    def begin_step(self) -> None:
+        """Make the token of a step visible in all layers."""
+        for cursor in self.cursors:
+            cursor.begin(self.place)
 
     def positions_like(self, given: Tensor | None) -> Tensor:
         """The positions of the token, for every axis that is ``given [axes, B, 1]``."""
         return self.positions if given is None or given.dim() == 2 else self.positions.expand(len(given), -1, -1)
 
-    def end(self) -> None:
-        """The token has gone through all layers."""
-        for end in self.ends:
-            end.slot.add_(1)
-            end.filled.add_(1)
-        for slot in self.asked:
-            slot.add_(1)
-        self.positions.add_(1)
-        self.place.add_(1)
+    def end_step(self) -> None:
+        """Advance the counters behind the token of a step."""
+        for counter in self.counters():
+            counter.add_(1)
 
     def counters(self) -> list[Tensor]:
-        """Counters that every token advances."""
-        return [*(x for end in self.ends for x in (end.slot, end.filled)), *self.asked, self.positions, self.place]
+        """Counters that every step advances."""
+        ends = [x for cursor in self.cursors for x in (cursor.slot, cursor.filled)]
+        return [*ends, *self.query_slots, self.positions, self.place]
 
     def remember(self) -> Callable[[], None]:
-        """Remember the counters, and what is stored in the next slot and in the one before it.
-
-        The function that comes back takes out the tokens that have come since, of which there may be two."""
+        """Remember the counters, and what the next slot and the one before it hold. The function that is returned undoes the
+        steps since then, two at most."""
         counters = [(x, x.clone()) for x in self.counters()]
         for layer in self.layers:
             counters += [(x, x.clone()) for x in (() if layer.reader is None else layer.reader.carried())]
-        places = {id(end): torch.cat([(end.slot - 1).clamp(min=0), end.slot]) for end in self.ends}
-        held = [(x, places[id(layer.end)]) for layer in self.layers for x in (layer.keys, layer.values)]
+        slots = {id(one): torch.cat([(one.slot - 1).clamp(min=0), one.slot]) for one in self.cursors}
+        held = [(x, slots[id(layer.cursor)]) for layer in self.layers for x in (layer.keys, layer.values)]
         stored = [x.index_select(2, at) for x, at in held]
 
         def restore() -> None:
@@ -317,13 +325,13 @@ class StaticView:
 
 
 def _whole(owner: Layer) -> bool:
-    """Whether a layer stores all it has in one place."""
+    """Whether a layer has no ragged heads and no pages."""
     return owner.ragged is None and not owner.packed
 
 
-def _asked(like: Tensor, heads: int, room: int, slot: Tensor) -> Asked:
-    """Room for the queries of so many tokens, of a layer with such keys."""
-    return Asked(like.new_zeros(len(like), heads, room, like.shape[3]), slot)
+def _query_buffer(like: Tensor, heads: int, room: int, slot: Tensor) -> QueryBuffer:
+    """Room for the queries of ``room`` tokens in a layer whose keys are ``like`` these."""
+    return QueryBuffer(like.new_zeros(len(like), heads, room, like.shape[3]), slot)
 
 
 def _rounded(count: int, unit: int) -> int:
@@ -334,9 +342,8 @@ def _rounded(count: int, unit: int) -> int:
 _NOWHERE = -(1 << 30)
 
 
-def _end(owner: Layer, width: int, masked: bool, hidden: bool, window: int | None) -> WriteCursor:
-    """Where a layer ends for which there is room up to ``width``; ``hidden`` if some of its slots are not to be seen, as they
-    hold no key or are beyond a ``window``."""
+def _cursor(owner: Layer, width: int, masked: bool, hidden: bool, window: int | None) -> WriteCursor:
+    """Cursor of a layer with room for ``width`` keys; ``hidden``: some of its slots hold no key or are beyond a ``window``."""
     device, length, visible, places = owner.keys.device, owner.keys.shape[2], None, None
     if hidden:
         known = owner.index.by_head[:, :, None]
@@ -358,17 +365,17 @@ def _end(owner: Layer, width: int, masked: bool, hidden: bool, window: int | Non
     return WriteCursor(slot, slot + 1, visible, masked, places.masked_fill(places < 0, _NOWHERE), window)
 
 
-def _weighed(owner: Layer, end: WriteCursor, width: int, weights: Tensor | None) -> WriteCursor:
-    """The same, where keys have weights; those of tokens to come are zero."""
+def _weigh(owner: Layer, cursor: WriteCursor, width: int, weights: Tensor | None) -> WriteCursor:
+    """The ``cursor`` with the weights of keys, if they have any; those of new tokens are zero."""
     if weights is None:
-        return end
+        return cursor
     known = owner.index.weighed(weights, None, 1)
     known = pad(known, (0, width - known.shape[-1]))
-    return replace(end, weights=known, added=known.clone())
+    return replace(cursor, weights=known, added=known.clone())
 
 
-def _pinned(owner: Layer, width: int, end: WriteCursor) -> StaticLayerView:
-    """A layer with room up to ``width``. What it stored before is free at once."""
+def _view(owner: Layer, width: int, cursor: WriteCursor) -> StaticLayerView:
+    """A layer with room for ``width`` keys; the tensors that it had are freed at once."""
     keys, values = (put(x, -2, width) for x in (owner.keys, owner.values))
     owner.keys, owner.values = (shown(x, -2, owner.keys.shape[2]) for x in (keys, values))
     ragged = owner.ragged
@@ -377,4 +384,4 @@ def _pinned(owner: Layer, width: int, end: WriteCursor) -> StaticLayerView:
         flat, others = (put(x, 0, _rounded(total, ROUND * heads)) for x in (ragged.keys, ragged.values))
         ragged.keys, ragged.values = (shown(x, 0, total) for x in (flat, others))
         ragged = Ragged(flat, others, ragged.lengths, _rounded(ragged.longest, ROUND))
-    return StaticLayerView(keys, values, ragged, owner.packed, end)
+    return StaticLayerView(keys, values, ragged, owner.packed, cursor)

@@ -443,7 +443,7 @@ def test_steps_are_recorded_anew_when_the_cache_is_pinned_anew(graphs: None, mon
     assert stats["captured_steps"] == 24 - 3 * 2
 
 
-@pytest.mark.parametrize("wrong", ["end", "write"])
+@pytest.mark.parametrize("wrong", ["end_step", "write"])
 def test_what_does_not_repeat_is_not_replayed(graphs: None, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     """Steps that are right as they are, and recorded have a number of the host in them: where the next token goes, or where
     this one is written."""
@@ -457,7 +457,7 @@ def test_what_does_not_repeat_is_not_replayed(graphs: None, monkeypatch: pytest.
 
     def end(self: static_view.StaticView) -> None:
         self.positions.add_(1)
-        for one in self.ends:
+        for one in self.cursors:
             one.slot.fill_(self.longest + self.added + 1)
             one.filled.fill_(self.longest + self.added + 2)
 
@@ -469,8 +469,8 @@ def test_what_does_not_repeat_is_not_replayed(graphs: None, monkeypatch: pytest.
         return self.keys, self.values
 
     monkeypatch.setattr(static_view.StaticView, "__init__", noted)
-    if wrong == "end":
-        monkeypatch.setattr(static_view.StaticView, "end", end)
+    if wrong == "end_step":
+        monkeypatch.setattr(static_view.StaticView, "end_step", end)
     else:
         monkeypatch.setattr(static_view.StaticLayerView, "write", write)
     wanted, got, stats, _ = both("llava", "divprune", "image", 20, "replay")
@@ -480,9 +480,9 @@ def test_what_does_not_repeat_is_not_replayed(graphs: None, monkeypatch: pytest.
 
 def test_what_cannot_be_recorded_is_run_as_it_is(graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that waits for the device."""
-    begin = static_view.StaticView.begin
+    begin = static_view.StaticView.begin_step
     monkeypatch.setattr(
-        static_view.StaticView, "begin", lambda self: begin(self) if self.positions.sum().item() else None
+        static_view.StaticView, "begin_step", lambda self: begin(self) if self.positions.sum().item() else None
     )
     wanted, got, stats, _ = both("llava", "divprune", "image", 20, "replay")
     agree(wanted, got)

@@ -18,7 +18,7 @@ from ...kv.layer import CompressedLayer
 from ...kv.listing import Listing
 from ...kv.packed import QuantisedLayer
 from ...kv.shared import Shared
-from ...kv.sparse import Choices, LayerRead, Rivalry, SparseMemory, SparseRead
+from ...kv.sparse import Candidates, Choices, LayerRead, SparseMemory, SparseRead
 from ...kv.static_view import StaticLayerView
 from ...method import KeyUnits, LayerAttention, Observed, Picked, Policy, ReadingPolicy, ReadStep
 from ...method.refused import described, refuse
@@ -178,13 +178,13 @@ class PinnedRead:
         chosen, carried = _chosen(self.policy, self.held, self.level, query, layer.keys, scaling)
         for name, x in carried.items():
             self.held.carried[name].copy_(x)
-        end = layer.end
+        cursor = layer.cursor
         if self.held.listed is not None and self.pages is not None:
             pages = self.held.listed.read(self.pages, chosen.picked, chosen.counts)
-            return attend(layer, query, None, scaling, end.filled, pages)
-        seen = None if end.visible is None else end.visible.expand(len(query), -1, -1, -1)
+            return attend(layer, query, None, scaling, cursor.filled, pages)
+        seen = None if cursor.visible is None else cursor.visible.expand(len(query), -1, -1, -1)
         read, _ = chosen_attention(
-            query, layer.keys, layer.values, chosen, scaling=scaling, visible=seen, tail=end.filled
+            query, layer.keys, layer.values, chosen, scaling=scaling, visible=seen, tail=cursor.filled
         )
         return read.transpose(1, 2)
 
@@ -294,12 +294,12 @@ def _looked_at(
         table = layer.shared.places.grid_table
         assert table is not None
         visual, count = (x.to(layer.keys.device) for x in (table[..., 0] >= 0, memory.count))
-        rivalry = Rivalry.make(layer.index, visual, count, policy.sinks, policy.recent)
+        candidates = Candidates.make(layer.index, visual, count, policy.sinks, policy.recent)
         if policy.summarises and (pages := layer.packed.only) is not None:
             most = policy.wanted if policy.partial else None
-            choices = Choices.of_pages(layer.index, rivalry, policy.unit, pages, layer.width, most)
+            choices = Choices.of_pages(layer.index, candidates, policy.unit, pages, layer.width, most)
         else:
-            choices = Choices.make(layer.index, rivalry, policy.unit, policy.wanted, policy.partial)
+            choices = Choices.make(layer.index, candidates, policy.unit, policy.wanted, policy.partial)
     if choices.everything or not policy.summarises:
         return [LayerRead(choices, {}, {}) for _ in layers]
     units = [_at(choices.rated, stored) for stored in keys]

@@ -238,7 +238,7 @@ class Prompt(Forward):
         phase = Phase(places.to(device, non_blocking=True), padded, chosen)
         if self.bidirectional is not None:
             before = self.bidirectional.new_full((len(chosen), self.seen), -1)
-            phase.together = torch.cat([before, self.bidirectional], dim=1).to(device, non_blocking=True)
+            phase.bidirectional_groups = torch.cat([before, self.bidirectional], dim=1).to(device, non_blocking=True)
         self.incoming.phases.append((self.plan.family.stored_from(first), phase))
         self.arguments.append(LayerArguments(arguments))
 

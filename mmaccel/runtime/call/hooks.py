@@ -54,7 +54,7 @@ class TextHooks:
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Reduce a prompt, or continue a cache that was reduced; anything else passes through untouched."""
         if (pinned := static_view_of(kwargs)) is not None:
-            pinned.begin()
+            pinned.begin_step()
             # a mask of four axes is passed on as it is
             return args, {
                 **kwargs,
@@ -218,7 +218,7 @@ class TextHooks:
     def leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """Give the caller the length that was asked for, and complete the statistics."""
         if (pinned := static_view_of(kwargs)) is not None:
-            pinned.end()
+            pinned.end_step()
             return None
         call = current(self.plan)
         if call is None or call.observer is not None:

@@ -83,11 +83,11 @@ def read_static(call: Call[Any], number: int, given: Attention) -> Output:
     """The pinned keys of a captured step."""
     assert call.static_view is not None
     pinned = call.static_view.layers[number]
-    pinned.ask(given.query)
+    pinned.note_query(given.query)
     if not pinned.masked:
         with without_autocast(given.query.device):
             return pinned.attend(given.query.to(pinned.keys.dtype), given.scale), None
-    given.mask = pinned.end.visible if pinned.end.added is None else pinned.end.added
+    given.mask = pinned.cursor.visible if pinned.cursor.added is None else pinned.cursor.added
     given.mask = None if given.mask is None else _for_heads(given.mask, given)
     return read_given(call, number, given)
 
@@ -163,7 +163,11 @@ def _layer_attended(forward: Forward, number: int, given: Attention) -> tuple[Qu
     visible, query = None, given.query
     # where keys are read as they are stored the newest token sees all of them, wherever heads end
     if layer is None or not as_stored or query.shape[2] > 1 or index.windowed(given.window) or not layer.gapless:
-        groups = phase.together if phase.together is not None and family.is_bidirectional(number) else None
+        groups = (
+            phase.bidirectional_groups
+            if phase.bidirectional_groups is not None and family.is_bidirectional(number)
+            else None
+        )
         visible = index.mask(phase.places, given.window, groups)
     if visible is not None:
         # layers may be spread over devices
@@ -213,7 +217,7 @@ def _for_flash(forward: Forward, number: int, given: Attention, seen: LayerAtten
         given.options["is_causal"] = True
     if seen.visible is None:
         return given.base, None
-    ahead = phase.together is not None and forward.plan.family.is_bidirectional(number)
+    ahead = phase.bidirectional_groups is not None and forward.plan.family.is_bidirectional(number)
     # keys that are picked out are padded behind the last ones, which flash attention takes for those of the queries
     picked = query.shape[2] > 1 and forward.incoming.sparse(seen.number) is not None
     if index.of_heads or index.windowed(given.window) or ahead or phase.back is not None or picked:

@@ -112,7 +112,7 @@ def _step(
                 steps.step = replay.ReplayedStep(pinned, ids, lambda token: model(**constant, input_ids=token))
             call.stats.captured_steps += steps.step.replays
             output = steps.step(ids)
-    pinned.counted()
+    pinned.count_step()
     call.stats.decode_steps += 1
     return output
 
@@ -154,9 +154,9 @@ def _pinned(plan: ModelPlan, call: Call[ModelPlan], state: CacheState) -> Static
     pinned = state.pin(steps, query_spec, idle, reads)
     if pinned is idle:
         return pinned
-    if pinned.own and steps == kept:
+    if pinned.exclusive and steps == kept:
         # behind an eviction it is pinned to the same tensors again
-        pinned.serves = coming
+        pinned.expected_steps = coming
     for x in pinned.tensors():
         # another cache, at other addresses, is no reason to compile anew
         torch._dynamo.mark_static_address(x, guard=False)

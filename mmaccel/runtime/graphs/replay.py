@@ -75,7 +75,7 @@ class ReplayedStep:
         if self._checked and self._replay is not None:
             self._replay()
             return self._output
-        if self.pinned.serves < LEAST:
+        if self.pinned.expected_steps < LEAST:
             return self._run()
         if self._output is not None:
             return self._checked_run()
