@@ -195,7 +195,7 @@ def test_parts_of_all_recipes():
         for name, one in mmaccel.recipes().items()
         if all(mmaccel.get_method(stage.method).__module__.startswith("mmaccel.") for stage in one.stages)
     }
-    found = space.Space.found(evaluator, "tokens", known)
+    found = space.Space.measure(evaluator, "tokens", known)
     offered = set(known) - {"none"}
     # this is a method and its budget
     assert set(found.names) | set(found.left_out) == offered - {"tinychart"}
@@ -207,13 +207,13 @@ def test_parts_of_all_recipes():
 def test_parts_are_what_works_and_saves_something():
     evaluator = judge_of("llava", questions(1))
     told: list[tuple[str, int, int]] = []
-    found = space.Space.found(
+    found = space.Space.measure(
         evaluator, "tokens", {name: get_recipe(name) for name in SMALL}, lambda *done: told.append(done)
     )
     assert [done[1:] for done in told] == [(number, len(SMALL)) for number in range(1, len(SMALL) + 1)]
     assert found.names == ["uniform", "fastv"] and "saves nothing" in found.left_out["snapkv"]
     with pytest.raises(MmaccelError, match="No recipe saves anything of 'ttft'"):
-        space.Space.found(evaluator, "ttft", {"snapkv": get_recipe("snapkv")})
+        space.Space.measure(evaluator, "ttft", {"snapkv": get_recipe("snapkv")})
 
 
 def test_a_part_has_its_budget_its_layers_and_its_choices():
@@ -859,7 +859,7 @@ def test_a_shipped_model_is_tuned(shipped, tasks, tmp_path):
 @pytest.mark.full
 def test_every_part_can_be_suggested_and_asked(family, goal):
     evaluator = judge_of(family, questions(2, video=family == "qwen2_5_vl"))
-    found = space.Space.found(evaluator, goal, mmaccel.recipes())
+    found = space.Space.measure(evaluator, goal, mmaccel.recipes())
     for params in found.starts(0.5):
         (part,) = (found.parts[slot][name] for slot, name in params.items() if slot in found.parts and name != "-")
         assert evaluator.ask(part.recipe, 0).share(goal) <= 1.1

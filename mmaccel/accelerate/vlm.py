@@ -191,9 +191,9 @@ class Accelerator(Handle):
             _warn_too_long(self._model, call, given)
             push(call)
             try:
-                made = original(*args, **kwargs)
+                output = original(*args, **kwargs)
                 call.trim()
-                return made
+                return output
             finally:
                 pop(call)
                 self._finish(call)

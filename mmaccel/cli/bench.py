@@ -1,21 +1,20 @@
 """Measure how fast a model answers, bare and accelerated in turn, from pixels to the last token.
 
 The model is one from a folder or the hub (--model), or the architecture of one with random weights (--shape), whose speed and
-memory are those of the real one. All ways of running it take turns within one process, so that ratios hold on a noisy machine;
-behind "±" stands the spread of a ratio's median.
+memory are those of the real one. The bare and the accelerated model take turns within one process, so that ratios hold on a
+noisy machine; "±" shows the spread of a ratio's median.
 
 "first token" counts from uint8 pixels (a clip: from its file, if PyAV is installed) and is split into video decoding,
 preparation (resize, normalise, copy to the device), vision tower with its projector, selection, the language model's
-prefill, and the rest. Batches hold equal requests. "promised" is what arithmetic says: towers and prefill as much shorter as
-their operations are, a decode step as much as the bytes it reads; "realised" is the share of that speed-up that came.
+prefill, and the rest. Batches hold equal requests. "promised" is the speed-up by arithmetic: towers and prefill shorten with
+their operations, a decode step with the bytes that it reads; "realised" is the measured share of that speed-up.
 
-With --concurrency C there are C clients in a closed loop: each sends its next request when it has its answer, requests
-queue, and the model takes all that wait as one batch. It answers all of them at once, so all C wait each time: the batch
-formed equals C, and the clock runs through from one batch to the next. No requests arrive in between, so this is the best
-case of throughput, not a study of queues.
+With --concurrency C, C clients run in a closed loop: each sends its next request when it has its answer, and the model answers
+all waiting requests as one batch, so that every batch has C requests and the clock runs on between batches. No requests arrive
+in between, so this is the best case of throughput, not a study of queues.
 
-Peak memory is what tensors held on a GPU; on a CPU it is the resident set of the whole process, where savings drown in what
-Python, libraries and the C library's free pages take. "KV" is the cache at the end of the answer.
+Peak memory is that of tensors on a GPU; on a CPU it is the resident set of the whole process, in which Python, libraries and
+free pages of the C library hide savings. "KV" is the cache at the end of the answer.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Run several recipes at several budgets and draw accuracy against what they keep.
 
-"25%" means different work at different sites, so the curves stand over the visual tokens in a decoder layer, a mean over the
-layers, as a share of what the unaccelerated model holds there; or, with --x kv, over the bytes of the KV cache. Without
-expected answers the share of answers that equal the unaccelerated ones is drawn. The unaccelerated answers are computed once
-for all recipes.
+"25%" means different work at different sites, so the x-axis shows the visual tokens in a decoder layer, a mean over the layers,
+as a share of those of the unaccelerated model; or, with --x kv, the bytes of the KV cache. Without expected answers the y-axis
+shows the share of answers that equal the unaccelerated ones. The unaccelerated answers are computed once for all recipes.
 
-Results are written to --json or beside the picture, and every batch to a journal beside them while it runs. Started again, the
-command goes on where it was, and what is finished is not run again; a recipe can be added that way. It says what it takes over
-and why not the rest: a recipe whose values, code or files changed is run again, and all are when questions or pictures changed.
-The figures are those of mmaccel eval.
+Results are written to --json or next to the picture, and every batch to a journal next to them. Started again, the command
+resumes and does not repeat finished recipes; recipes can be added that way. It reports what it resumes and why it does not
+resume the rest: a recipe whose values, code or files changed is run again, and all are if questions or pictures changed. The
+figures are those of mmaccel eval.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def run(
         typer.Option(parser=budget, metavar="BUDGET...", help="Budgets of each recipe.  [default: 0.75 0.5 0.25 0.1]"),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Picture to write.")] = Path("curves.png"),
-    x: Annotated[Literal["layers", "kv"], typer.Option(help="What the curves stand over.")] = "layers",
+    x: Annotated[Literal["layers", "kv"], typer.Option(help="What the x-axis shows.")] = "layers",
     output: Json = None,
 ) -> int:
     """Run, draw, print."""
@@ -90,15 +89,15 @@ def _possible(task: measure.Run, rows: list[Row]) -> list[Row]:
     from ..accelerate import accelerated
     from ..media.prepare import prepare
 
-    found = []
+    possible = []
     for row in rows:
         try:
             with accelerated(task.model, row.recipe, processor=prepare(task.processor, row.recipe)):
-                found.append(row)
+                possible.append(row)
         except UnsupportedError as error:
             if (sentence := f"{row.recipe.name} is left out: {error}") not in task.complaints:
                 task.complaints.append(sentence)
-    return found
+    return possible
 
 
 def draw(report: dict[str, Any], path: Path, axis: str = "layers") -> None:

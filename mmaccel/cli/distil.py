@@ -57,20 +57,20 @@ def run(
         bool,
         typer.Option(
             "--select-only",
-            help="Only choose tokens. Else the network also says what to add to those that stay, which keeps more answers, and "
-            "the training takes gradients through the language model.",
+            help="Only choose tokens. Otherwise the network also adds a residual to the kept tokens, which keeps more answers, "
+            "and the training takes gradients through the language model.",
         ),
     ] = False,
     target: Annotated[
         Literal["answers", "effect", "attention"],
         typer.Option(
             help="What it learns from: how the model's answers change with the tokens that it picks; or, with less work, "
-            "how much the answer hangs on each token, or what the token is paid in the layer whose attention keeps the answers "
+            "how much the answer depends on each token, or the attention to it in the layer whose attention keeps the answers "
             "best, which needs no gradient of the model."
         ),
     ] = "answers",
     retain: Annotated[
-        float, typer.Option(metavar="SHARE", help="Share of the tokens at which answers are looked at.")
+        float, typer.Option(metavar="SHARE", help="Share of the tokens at which answers are compared.")
     ] = 0.1,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Batches to learn from at most.")] = 3000,
     minutes: Annotated[

@@ -1,4 +1,4 @@
-"""Measure what a recipe costs in answers, on the generated suite or on questions of your own.
+"""Measure how a recipe changes answers, on the generated suite or on questions of your own.
 
 Every question is asked in full and accelerated. Shown are: accuracy (the same words as the expected answer, whatever their
 case and final stop; for a box an overlap of half); the share of answers that equal the unaccelerated ones; the KL divergence
@@ -10,8 +10,8 @@ A line of --data is a JSON object: "question", and "image" (a path or a list of 
 "task" are optional. Paths are relative to the file. Lines, pictures and videos that cannot be used are named and left out, and
 for one recipe questions that it cannot answer; the exit status is then 3.
 
-With --json FILE, the command goes on where an earlier run with the same settings was stopped, and says what it takes over. A
-recipe whose values, code or files changed is run again, and all are when questions or pictures changed.
+With --json FILE, the command resumes an earlier run with the same settings, and reports what it resumes. A recipe whose values,
+code or files changed is run again, and all are if questions or pictures changed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Speed is measured on a model with random weights and about 2,000 visual tokens: the largest known one that fits on the GPU, or
 on a CPU a language model of 38 million weights. Answers are those of the small models that come with mmaccel, which know only
-coloured shapes; every answer that changes is listed. A picture, a clip, and what was kept of them, are written to a temporary
-folder.
+coloured shapes; every answer that changes is listed. A picture, a clip, and drawings of their kept tokens are written to a
+temporary folder.
 """
 
 from __future__ import annotations
@@ -237,8 +237,8 @@ def _answered(report: dict[str, Any]) -> list[str]:
     ]
     for one in report["changed"]:
         what = "lost" if one["lost"] else "won"
-        told = f"{one['expected']!r} is right, in full {one['full']!r}, accelerated {one['accelerated']!r}"
-        lines.append(f"  {what}: {one['question']} ({told})")
+        answers = f"{one['expected']!r} is right, in full {one['full']!r}, accelerated {one['accelerated']!r}"
+        lines.append(f"  {what}: {one['question']} ({answers})")
     return lines
 
 

@@ -1,9 +1,9 @@
 """Run every model family, full and accelerated, on tiny models with random weights. Nothing is downloaded.
 
-The models are built from the families' real configurations. For each one: recipe "none" must answer as the bare model does,
-to the token; every stage of the recipe must keep what its budget came to, and the cache must become smaller if tokens were
-dropped; and remove() must give the bare model back, to the bit. This shows that acceleration works with the installed versions
-and on this device. It says nothing about how good answers are: random weights have none to give.
+The models are built from the families' real configurations. For each one, recipe "none" must give the tokens of the bare model;
+every stage of the recipe must keep as many tokens as its budget says, and the cache must become smaller if tokens were dropped;
+and remove() must restore the bare model to the bit. This shows that acceleration works with the installed versions and on this
+device. It says nothing about the quality of answers, since the weights are random.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class Bulk:
 def run(
     context: typer.Context,
     questions: Annotated[Path, typer.Argument(metavar="QUESTIONS", help="JSONL, a question a line, see below.")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="JSONL of answers to write or go on with.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="JSONL of answers to write or resume.")],
     which: ModelOptions,
     how: RecipeOptions,
     bulk: Bulk,

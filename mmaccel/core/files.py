@@ -15,8 +15,8 @@ except ImportError:  # Windows has none; two runs may then write to one file
     fcntl = None  # type: ignore[assignment]
 
 
-#: remedy where a later run of the same command goes on
-RESUME = "when that is mended, the same command goes on"
+#: remedy where a later run of the same command resumes
+RESUME = "correct that, and the same command resumes"
 
 
 @contextlib.contextmanager

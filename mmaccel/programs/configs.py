@@ -35,15 +35,15 @@ def read_tables(path: Path) -> dict[str, dict[str, Any]]:
 def _complete(value: Any, tables: Mapping[str, Any]) -> Any:
     if not isinstance(value, dict):
         return value
-    found: dict[str, Any] = {}
+    inherited: dict[str, Any] = {}
     for name in value.get("parts", ()):
-        found = _merged(found, _complete(tables[name], tables))
+        inherited = _merged(inherited, _complete(tables[name], tables))
     own = {key: _complete(one, tables) for key, one in value.items() if key not in ("parts", "sizes", "tiles", "none")}
     own |= dict(zip(_SIZES, value.get("sizes", ()), strict=False)) | dict.fromkeys(value.get("none", ()))
     if "tiles" in value:
         sides = [value["tiles"] * count for count in range(1, _TILES + 1)]
         own["image_grid_pinpoints"] = [[height, width] for height in sides for width in sides]
-    return _merged(found, own)
+    return _merged(inherited, own)
 
 
 def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -126,15 +126,8 @@ def _text(record: dict[str, Any], field: str) -> str:
 
 
 def read_samples(path: Path) -> tuple[list[Sample], list[str]]:
-    """Read a JSONL set: the samples, and one complaint with its line number for every invalid line.
-
-    Of two lines with one ``id`` the second is none.
-
-    Raises
-    ------
-    OSError : when the file cannot be read.
-    ValueError : when no line is a sample.
-    """
+    """Read a JSONL set: the samples, and one complaint with its line number for every invalid line, such as the second of two
+    lines with one ``id``. Raises OSError if the file cannot be read, ValueError if no line is a sample."""
     samples: list[Sample] = []
     complaints: list[str] = []
     known: dict[str, int] = {}

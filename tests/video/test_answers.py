@@ -80,7 +80,7 @@ def test_files_that_are_not_gone_on_with(tmp_path: Path) -> None:
         AnswerFile(path, {"frames": 6, "recipe": {"name": "x"}})
     path.write_bytes(content)
     (tmp_path / "a.jsonl.run.json").unlink()
-    with pytest.raises(MmaccelError, match="says how it was made"):
+    with pytest.raises(MmaccelError, match="which holds its settings"):
         AnswerFile(path, {"frames": 6})
     with pytest.raises(MmaccelError, match="does not exist"):
         AnswerFile(tmp_path / "none" / "a.jsonl", {})

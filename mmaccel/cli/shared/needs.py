@@ -11,7 +11,7 @@ def missing(name: str) -> str | None:
     from ...families import families
 
     family = families()[name]
-    found, needed = (tuple(map(int, number.split(".")[:2])) for number in (version("transformers"), family.since))
-    if found < needed:
+    installed, needed = (tuple(map(int, number.split(".")[:2])) for number in (version("transformers"), family.since))
+    if installed < needed:
         return f"transformers>={family.since}"
     return family.package if family.package is not None and find_spec(family.package) is None else None

@@ -50,9 +50,9 @@ class Spread:
         return {"median": self.median, "low": self.low, "high": self.high, "samples": list(self.samples)}
 
     @staticmethod
-    def of(found: dict[str, Any]) -> Spread:
+    def of(data: dict[str, Any]) -> Spread:
         """Back from JSON."""
-        return Spread(tuple(found["samples"]))
+        return Spread(tuple(data["samples"]))
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> Spread:

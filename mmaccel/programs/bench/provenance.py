@@ -36,8 +36,8 @@ def processor(device: str = "cpu") -> str:
 
 def versions(packages: Iterable[str] = ("torch", "transformers", "mmaccel")) -> dict[str, str]:
     """Versions of Python and packages; of those that are loaded, what they call themselves (torch names its CUDA there)."""
-    found = {"python": platform.python_version()}
+    known = {"python": platform.python_version()}
     for name in packages:
         loaded = getattr(sys.modules.get(name), "__version__", None)
-        found[name] = __version__ if name == "mmaccel" else str(loaded or version(name))
-    return found
+        known[name] = __version__ if name == "mmaccel" else str(loaded or version(name))
+    return known

@@ -350,10 +350,10 @@ def _layers(family: Family, given: Mapping[str, Any], embeds: Tensor) -> Tensor:
         return embeds.new_zeros(0)
     mask, features = added
     mask = mask[..., 0] if mask.dim() == 3 else mask
-    found = embeds.new_zeros(len(features), *embeds.shape)
+    layers = embeds.new_zeros(len(features), *embeds.shape)
     for level, values in enumerate(features):
-        found[level][mask] = values.to(embeds)
-    return found
+        layers[level][mask] = values.to(embeds)
+    return layers
 
 
 # ------------------------------------------------------------------------------------------------------------- the cache

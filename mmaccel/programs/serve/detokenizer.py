@@ -48,9 +48,9 @@ class Detokenizer:
     def _take(self, text: str) -> None:
         self._text += text[len(self._decode(self._before, self._read)) :]
         self._before, self._read = self._read, len(self.ids)
-        found = [at for at in map(self._text.find, self._stops) if at >= 0]
-        if found:
-            self.stopped, self._text = True, self._text[: min(found)]
+        stops = [at for at in map(self._text.find, self._stops) if at >= 0]
+        if stops:
+            self.stopped, self._text = True, self._text[: min(stops)]
 
     def _decode(self, begin: int, end: int | None) -> str:
         text: str = self._tokenizer.decode(self.ids[begin:end], skip_special_tokens=True)

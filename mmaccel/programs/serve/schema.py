@@ -71,7 +71,7 @@ class _Strict(BaseModel):
         if len(given) > _FIELDS:
             raise PydanticCustomError(
                 "sentence_part",
-                "has {count} fields, more than there are; leave out those that are not known",
+                "has {count} fields, more than are known; leave out unknown ones",
                 {"count": len(given)},
             )
         for name, values in cls.neutral.items():
@@ -82,9 +82,9 @@ class _Strict(BaseModel):
 
 
 def _restored(text: str, info: ValidationInfo) -> str:
-    """A string that was cut out of the body."""
-    found: str = (info.context or {}).get(text, text)
-    return found
+    """The string that a name in the body replaces, or the text itself."""
+    addresses: Mapping[str, str] = info.context or {}
+    return addresses.get(text, text)
 
 
 _String = Annotated[str, AfterValidator(_restored)]

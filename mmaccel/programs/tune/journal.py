@@ -1,4 +1,4 @@
-"""The journal of a search: a file that only grows, from which an interrupted search goes on."""
+"""The journal of a search: a file that only grows, from which an interrupted search resumes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Journal(AppendFile):
     """Storage of an Optuna study (a ``BaseJournalBackend``), for one process at a time.
 
     Every line is a digest and a JSON object. The digest covers the line and all before it, so a file that was mixed up, edited
-    or written by another program is told from one that was cut short: of that the last line, which has no end, is dropped. The
-    first object holds the settings of the search, each other one an operation of the study.
+    or written by another program is distinguished from one that was cut short, whose last line, which has no end, is dropped.
+    The first object holds the settings of the search, each other one an operation of the study.
 
     Raises MmaccelError if another run writes to the file, it cannot be written, it is no journal or a damaged one, or
     settings differ.
 
-    path : of the file, which is made where it is missing.
+    path : of the file; created if it is missing.
     settings : everything that the search depends on, as plain data.
     """
 

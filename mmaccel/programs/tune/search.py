@@ -134,7 +134,7 @@ class Search:
             left_out = noted["left out"]
             self.space = Space.of(evaluator.family, {name: offered[name] for name in known}, left_out)
             return
-        self.space = Space.found(evaluator, goal, offered, tell)
+        self.space = Space.measure(evaluator, goal, offered, tell)
         for params in self.space.starts(_START):
             self.study.enqueue_trial(params, skip_if_exists=True)
         self.study.set_user_attr("left out", dict(self.space.left_out))

@@ -115,7 +115,7 @@ class Space:
     left_out: Mapping[str, str]
 
     @staticmethod
-    def found(
+    def measure(
         evaluator: Evaluator,
         goal: Goal,
         offered: Mapping[str, Recipe],

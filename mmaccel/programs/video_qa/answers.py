@@ -20,10 +20,10 @@ Record = dict[str, Any]
 class AnswerFile(AppendFile):
     """A JSONL file that only grows: one record a line, each on the disk before the next is begun.
 
-    Opened again after any end of the last run, it drops a line that was torn, and ``done`` holds what is answered. Records
-    with an ``error`` or without an ``answer`` are dropped as well, so that their questions are asked again, and of two of one
-    name the second. What the answers depend on stands in a file beside it, ``NAME.run.json``; a run that differs is refused,
-    and one of which something is not known (None). One process writes at a time.
+    When it is opened again, however the last run ended, an incomplete line is dropped, and ``done`` holds the answers by
+    question. Dropped are also records with an ``error`` or without an ``answer``, so that their questions are asked again, and
+    of two records of one name the second. The settings are in a file next to it, ``NAME.run.json``; a run with other settings,
+    or with an unknown one (None), is refused. One process writes at a time.
 
     Raises MmaccelError if the folder does not exist, the file holds something else or answers of a run with other
     settings, or another run writes to it.
@@ -35,9 +35,9 @@ class AnswerFile(AppendFile):
     def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
         # a link goes on pointing to the file, which is written anew where errors are dropped
         where = Path(os.path.realpath(path))
-        self.beside = where.with_name(where.name + ".run.json")
+        self._settings_file = where.with_name(where.name + ".run.json")
         self.done: dict[str, Record] = {}
-        #: by the names of questions, what their content is known by
+        #: digests of the content of questions, by name
         self._content: dict[str, str] = {}
         if not where.absolute().parent.is_dir():
             raise MmaccelError(f"The folder {str(where.absolute().parent)!r} does not exist; make it first.")
@@ -53,13 +53,13 @@ class AnswerFile(AppendFile):
         with open(self.path, "rb") as file:
             held = file.read()
         if not held:
-            write_whole(self.beside, json.dumps({"settings": settings}, indent=1).encode() + b"\n")
+            write_whole(self._settings_file, json.dumps({"settings": settings}, indent=1).encode() + b"\n")
             return
         try:
-            before = dict(json.loads(self.beside.read_text(encoding="utf-8"))["settings"])
+            before = dict(json.loads(self._settings_file.read_text(encoding="utf-8"))["settings"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise MmaccelError(
-                f"{str(self.path)!r} exists, and no {self.beside.name!r} beside it says how it was made; give another file."
+                f"{str(self.path)!r} exists without {self._settings_file.name!r}, which holds its settings; give another file."
             ) from error
         self._compare(before, settings)
         end, left = 0, []
@@ -82,7 +82,7 @@ class AnswerFile(AppendFile):
             self.cut(end)
 
     def _compare(self, before: Record, settings: Record) -> None:
-        """Refuse what answers of a run with the settings ``before`` must not be mixed with."""
+        """Raise MmaccelError if answers must not be mixed with those of a run with the settings ``before``."""
         if "mmaccel" in settings and "mmaccel" not in before:
             raise MmaccelError(
                 f"{str(self.path)!r} is of an earlier mmaccel, which knew less of what answers depend on and named questions "
@@ -93,14 +93,9 @@ class AnswerFile(AppendFile):
         check_settings(self.path, before, known, "give another file, or delete this one")
 
     def expect(self, questions: Iterable[VideoQuestion]) -> list[str]:
-        """Note what the content of questions is known by, and drop answers to other content, such as of a video that changed.
-
-        Returns
-        -------
-        The names of the questions whose answers were dropped.
-
-        Raises MmaccelError if the file answers another question under the name of one, or cannot be written.
-        """
+        """Note the digests of questions, and drop answers to other content, such as of a video that changed; returns the names
+        of the questions whose answers were dropped. Raises MmaccelError if the file answers another question under the name of
+        one, or cannot be written."""
         asked = [one for one in questions if not one.error]
         self.left(asked)
         self._content = {one.name: question_identity(one)[:16] for one in asked}

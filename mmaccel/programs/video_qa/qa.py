@@ -45,8 +45,6 @@ _DENSER = 4
 class QASettings:
     """Settings of a run, as plain data that can be sent to another process.
 
-    Parameters
-    ----------
     model : a folder or a hub id.
     recipe : of the model.
     frames : frames of a video that the model sees, or all of a shorter one.
@@ -57,13 +55,10 @@ class QASettings:
     batch_size : questions at a time; ``auto`` begins with 8 and halves when memory does not suffice.
     device, dtype, attn, trust_remote_code : as for :func:`mmaccel.load`.
     timeout : seconds that decoding a video may take.
-    memory : limit of the decoded frames that are held at a time, in bytes; a video that takes more alone fails. Where little
+    memory : limit of the decoded frames that are held at a time, in bytes; a video that takes more alone fails. If little
         fits, fewer questions are answered together.
 
-    Raises
-    ------
-    MmaccelError
-        If a value is not allowed.
+    Raises MmaccelError if a value is not allowed.
     """
 
     model: str
@@ -102,7 +97,7 @@ class QASettings:
         """The method that chooses frames, if ``frame_method`` is one."""
         if self.frame_method in ("uniform", "keyframes"):
             return None
-        choosing = [name for name, found in methods().items() if issubclass(found, FrameChoice)]
+        choosing = [name for name, method in methods().items() if issubclass(method, FrameChoice)]
         if self.frame_method not in choosing:
             raise MmaccelError(
                 f"frame_method must be uniform, keyframes, {', '.join(choosing)}, got {self.frame_method!r}."
@@ -162,16 +157,11 @@ class QASettings:
 class VideoAnswerer:
     """A model that answers questions about videos.
 
-    Parameters
-    ----------
     settings : see :class:`QASettings`.
     model, processor : if they are loaded already; the model is restored afterwards.
     say : called with one sentence when something had to change, such as the size of batches.
 
-    Raises
-    ------
-    MmaccelError
-        If the model does not load, or cannot honour the recipe.
+    Raises MmaccelError if the model does not load, or cannot honour the recipe.
     """
 
     #: models that answer at a time
