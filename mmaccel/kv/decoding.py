@@ -56,11 +56,11 @@ def reads_as_stored(layer: Stored, incoming: ForwardInfo, new: Tensor) -> bool:
 
     new : ``[B, heads, q, D]``, queries or keys of the new tokens.
     """
-    if not incoming.as_stored or incoming.reads or (layer.ragged is None and not layer.packed):
+    if not incoming.as_stored or incoming.reads or (layer.ragged is None and not layer.packed.any_pages):
         return False
     if on_gpu(new):
         return new.shape[2] <= MAX_QUERIES
-    if (ragged := layer.ragged) is None or layer.packed:
+    if (ragged := layer.ragged) is None or layer.packed.any_pages:
         return False
     return reads_heads(new, ragged.keys, ragged.values, ragged.lengths.numel())
 

@@ -134,7 +134,10 @@ class CompressedLayer(DynamicLayer):
     @property
     def places(self) -> int | None:
         """Number of keys that there is room for, over all rows and heads; None where only the device knows."""
-        return self.keys.shape[:3].numel() + (0 if self.ragged is None else len(self.ragged.keys))
+        packed = self.packed.places
+        if packed is None:
+            return None
+        return packed + self.keys.shape[:3].numel() + (0 if self.ragged is None else len(self.ragged.keys))
 
     @property
     def gapless(self) -> bool:

@@ -35,22 +35,16 @@ class QuantisedLayer(CompressedLayer):
         """Slots of all packed keys."""
         return self.packed.width
 
-    @property
-    def places(self) -> int | None:
-        """See :class:`.layer.CompressedLayer`; those of packed tokens are among them."""
-        places, packed = super().places, self.packed.places
-        return None if places is None or packed is None else places + packed
-
     def stored(self) -> tuple[Tensor, Tensor]:
         """All keys and values as ``[B, Hkv, K, D]``, packed ones decoded; short heads are padded (see ``index``)."""
+        if not self.packed.any_pages:
+            return super().stored()
         pages = self.packed.only
         if pages is not None and self.ragged is None and pages.even:
             keys, values = (_behind(x, self.width) for x in (self.keys, self.values))
             pages.decoded_into(keys[:, :, : self.width], values[:, :, : self.width])
             return keys, values
         rest = super().stored()
-        if not self.packed:
-            return rest
         parts = [*self.packed.decoded(rest[0].dtype), rest]
         return torch.cat([k for k, _ in parts], dim=2), torch.cat([v for _, v in parts], dim=2)
 

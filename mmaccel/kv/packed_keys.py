@@ -152,17 +152,14 @@ class PackedKeys:
         )
 
     @cached_property
-    def _any(self) -> bool:
-        return any(pages is not None for pages in self.pages)
-
-    def __bool__(self) -> bool:
+    def any_pages(self) -> bool:
         """Whether any group has pages, whether or not tokens are left in them."""
-        return self._any
+        return any(pages is not None for pages in self.pages)
 
     @property
     def untouched(self) -> bool:
         """Whether no key of the layer is packed, and none was."""
-        return not self._any and self.dequantised is None
+        return not self.any_pages and self.dequantised is None
 
     @property
     def only(self) -> Pages | None:

@@ -326,7 +326,7 @@ class StaticView:
 
 def _whole(owner: Layer) -> bool:
     """Whether a layer has no ragged heads and no pages."""
-    return owner.ragged is None and not owner.packed
+    return owner.ragged is None and not owner.packed.any_pages
 
 
 def _query_buffer(like: Tensor, heads: int, room: int, slot: Tensor) -> QueryBuffer:

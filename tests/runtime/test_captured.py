@@ -164,7 +164,7 @@ def test_steps_that_pack_are_ordinary(form: str) -> None:
     assert (stats["captured_steps"], stats["decode_steps"]) == (100 - ordinary, 100) and stats["uncaptured"] == ""
     assert len(watch.seen) == 100 - ordinary and len(list(itertools.groupby(watch.seen))) <= ordinary + 1
     assert counters["stats"]["unique_graphs"] <= 3 and not counters["graph_break"]
-    assert any(layer.packed for layer in watch.mine.mmaccel.layers)
+    assert any(layer.packed.any_pages for layer in watch.mine.mmaccel.layers)
 
 
 # by choice: the recipes of the book that evict while they decode, and schedules of other kinds

@@ -226,7 +226,7 @@ def unpinnable(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> str:
         if layer.ragged is not None:
             return f"{policy.name} chooses from heads that store different counts"
         whole = policy.summarises and layer.packed.only is not None and layer.gapless and layer.window is None
-        if layer.packed and not whole:
+        if layer.packed.any_pages and not whole:
             return f"{policy.name} decodes packed keys at every step before it reads them"
     return ""
 
