@@ -105,11 +105,13 @@ def load(
     hub_logging.set_verbosity_error()
     known = [kind for family in families().values() for kind in family.model_types]
     remote = {"trust_remote_code": trust_remote_code}
-    if is_pages(name) and not Path(name).is_dir():
-        model, processor = load_pages(name, dtype=dtype, attn=attn)
-        return model.to(where).eval(), processor
-    if is_adapted(Path(name)):
-        model, processor = load_adapted(Path(name), dtype=dtype, attn=attn)
+    pages = is_pages(name) and not Path(name).is_dir()
+    if pages or is_adapted(Path(name)):
+        with _only_downloads():
+            if pages:
+                model, processor = load_pages(name, dtype=dtype, attn=attn)
+            else:
+                model, processor = load_adapted(Path(name), dtype=dtype, attn=attn)
         return model.to(where).eval(), processor
     try:
         config = AutoConfig.from_pretrained(name, **remote)
