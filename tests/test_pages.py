@@ -228,7 +228,7 @@ def test_rows_of_the_benchmark() -> None:
     rows = bench.titles()
     assert len(rows) == len(set(rows)) and rows[0] == "none"
     assert {"snapkv:0.25", "snapkv:0.1", "snapkv:0.5", "quest:0.25", "kivi", "fastv:0.5", "flexselect:0.1"} <= set(rows)
-    # what works on pictures before the language model reads no attention of it
+    # by choice: one of each site that works on pictures before the language model, which reads no attention of it
     assert not {row.partition(":")[0] for row in rows} & {"divprune", "tome", "resize", "uniform"}
     assert all(bench.recipe_of(row).build() or row == "none" for row in rows)
 

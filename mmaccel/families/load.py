@@ -86,6 +86,13 @@ def load(
     ------
     MmaccelError
         If there is no such model, its family is not supported, or it does not load.
+
+    Examples
+    --------
+    >>> model, processor = load("mini-llava", device="cpu")
+    >>> accelerate_vlm(model, "divprune", retain=0.25).mmaccel
+    <mmaccel on llava: divprune 25 %>
+    >>> model.mmaccel.remove()
     """
     local, name = isinstance(name, Path), str(name)
     if not local:

@@ -108,7 +108,9 @@ def test_recipes_name_no_models(method, option):
     ],
 )
 def test_options_that_ask_for_too_much(method, options):
-    refused(f"^{method}: {next(iter(options))}=.*; at most .* (is|are) taken.$", limits.recipe, _stage(method, options))
+    (name,) = options
+    too_much = f"{method}: {name}=.*; at most .* (is|are) taken.|`{name}` of {method} must be .*, got {options[name]}."
+    refused(f"^({too_much})$", limits.recipe, _stage(method, options))
 
 
 def test_recipes_that_ask_for_too_much():

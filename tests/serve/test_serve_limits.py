@@ -28,6 +28,8 @@ from mmaccel.media import untrusted  # noqa: E402
 from mmaccel.programs.serve import app, body, connections, scheduler, schema, server  # noqa: E402
 from mmaccel.programs.serve.errors import Refused  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("cheap_collections")
+
 BODIES = hostile.bodies()
 # by choice: those that are large come in the full run
 SMALL = [name for name in BODIES if not name.startswith(("9", "zeros"))]

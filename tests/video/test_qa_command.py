@@ -98,7 +98,7 @@ def test_an_interrupt_says_where_things_stand(
         (["--frame-method", "nope"], "got 'nope'"),
         (["--recipe", "nope"], "no recipe 'nope'"),
         (["--set", "nothing=1"], "'nothing'"),
-        (["--frame-method", "distinct-frames", "--set", "threshold=300.0"], "threshold=300.0"),
+        (["--frame-method", "distinct-frames", "--set", "threshold=300.0"], "`threshold` of distinct-frames must be"),
         (["--json", "/none/of/these/s.json"], "does not exist"),
         (["--model", "./none"], "no folder './none'"),
     ],

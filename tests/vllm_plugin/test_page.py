@@ -33,7 +33,7 @@ def test_the_page_says_which_families_serve_which_recipes() -> None:
     for recipes, where in said:
         for name, architecture in rows.items():
             family = name.lower().replace("-", "_").replace(".", "_")
-            here = where == "everywhere" or name in re.split(", ", where)
+            here = where == "all" or name in re.split(", ", where)
             for recipe in re.findall(r"`([\w-]+)`", recipes):
                 assert _serves(family, architecture, recipe) == here, (name, recipe)
 
