@@ -23,7 +23,7 @@ def fields(words: Tensor, bits: int) -> Tensor:
 
 def codes(pages: Pages, plane: Plane, like: Tensor) -> Tensor:
     """The codes of full pages in the shape of ``like [1, heads, tokens, D]``."""
-    return unpack(plane.codes, plane.format, pages.page, pages.tile).reshape(*like.shape[:3], -1)
+    return unpack(plane.codes, plane.format, pages.page, pages.tile).reshape(*like.shape[:3], -1).int()
 
 
 def packed(codec: Codec, keys: Tensor, values: Tensor):
@@ -102,7 +102,9 @@ def vidkv(params: Params, arrays: Arrays) -> None:
     width = len(arrays["out_easy_idx"])
     both = torch.cat([2 * torch.arange(width // 2 + 1), 2 * torch.arange(1, (width + 1) // 2) + 1])
     theirs = fields(arrays["out_easy_code"], 1)
-    theirs[:, :, both] = same_signs(codes(pages, easy, k).mT, theirs[:, :, both], k[..., arrays["out_easy_idx"]])
+    theirs[:, :, both] = same_signs(
+        codes(pages, easy, k).mT.to(theirs.dtype), theirs[:, :, both], k[..., arrays["out_easy_idx"]]
+    )
     alone = (both == 0) | (both == width)
     weight = torch.where(alone, 1.0, 2**0.5) / width**0.5
     # 1-bit codes are a scale apart here, and two of theirs; frequencies that stand for two weigh more

@@ -421,8 +421,8 @@ def speckv(params: Params, arrays: Arrays) -> None:
     run = CacheRun(policy, capacity - written)
     stage = run.begin(prompt).prompt
     assert stage is not None
-    stage.behind = TextBehind(run.state.layers, int, torch.arange(prompt, size)[None])
-    stage.behind.found[0] = queries[:, :, window - written :], keys[:, :, behind], values[:, :, behind]
+    text = stage.scores.behind = TextBehind(run.state.layers, int, torch.arange(prompt, size)[None])
+    text.found[0] = queries[:, :, window - written :], keys[:, :, behind], values[:, :, behind]
     asked = torch.nn.functional.pad(queries[:, :, : window - written], (0, 0, prompt - (window - written), 0))
     run.feed(keys[:, :, :prompt], values[:, :, :prompt], asked)
     chosen = (arrays["indices"] if "indices" in arrays else arrays["out_indices"])[..., : capacity - window]
@@ -472,7 +472,7 @@ def expected_attention(params: Params, arrays: Arrays) -> None:
     queries = arrays["in_hidden"] @ arrays["in_wq"].T
     run.begin(total).pre_rope = queries
     run.feed(keys, arrays["in_v"], torch.zeros(1, queries.shape[2] // width, total, width))
-    ours, theirs = run.eviction.ranks[-1], arrays["out_score"]
+    ours, theirs = run.ranks[-1], arrays["out_score"]
     assert (ours[..., : policy.sinks] == torch.inf).all() and (theirs[..., : policy.sinks] == theirs.max()).all()
     close(ours[..., policy.sinks :], theirs[..., policy.sinks :])
     if "out_kept" in arrays:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmaccel.kv.sparse import SparseMemory
 from mmaccel.method import Observed, ReadingPolicy
+from mmaccel.runtime.call.runs import LayerAttended
 
 
 def prompted(policy: ReadingPolicy, count: int, keys: Tensor) -> CacheRun:
@@ -28,12 +29,12 @@ def read(run: CacheRun, query: Tensor) -> Tensor:
     count among those of the prompt or leave out, is text and always read."""
     layer = run.state.layers[0]
     total, (batch, heads, _, width) = layer.seen, layer.keys.shape
-    eviction = run.begin(1, batch, prompt=False)
+    step = run.begin(1, batch, prompt=False)
     own = query.new_zeros(batch, heads, 1, width)
-    keys, _ = layer.update(own, own)
-    chosen = eviction.read(0, query, keys, width**-0.5)
-    assert chosen is not None, "the step reads everything"
-    read = chosen.mask(total + 1)[:, :, 0].expand(-1, heads, -1)
+    keys, values = layer.update(own, own)
+    found = step.keys_to_read(LayerAttended(0, query, keys, values, None, width**-0.5, None))
+    assert found is not None and found.chosen is not None, "the step reads everything"
+    read = found.chosen.mask(total + 1)[:, :, 0].expand(-1, heads, -1)
     assert read[..., total].all(), "the newest key is not read"
     return read[..., :total]
 

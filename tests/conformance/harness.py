@@ -22,9 +22,10 @@ from mmaccel.core.reduction import Reduction
 from mmaccel.core.stats import Stats
 from mmaccel.kv.cache import CacheState
 from mmaccel.kv.forward_info import ForwardInfo, Phase
-from mmaccel.method import DraftPolicy, LayerAttention, Method, Policy, registry
+from mmaccel.method import DraftPolicy, LayerAttention, Method, Policy, ReadingPolicy, registry
 from mmaccel.method.base import Variant
-from mmaccel.runtime.cache.eviction import EvictKeys
+from mmaccel.runtime.cache.eviction import CachePolicy, EvictKeys
+from mmaccel.runtime.cache.reading import ReadKeys, RecallKeys
 from mmaccel.runtime.call.forward import Continuation, Forward, Prompt, PromptResult
 from mmaccel.runtime.call.plan import PlannedStage
 from mmaccel.runtime.call.runs import LayerAttended, TextInputs
@@ -142,7 +143,7 @@ class _Watched(EvictKeys):
 
 
 class CacheRun:
-    """The cache stage of a recipe on tensors: :class:`mmaccel.runtime.cache.eviction.EvictKeys` on the layers of a real cache.
+    """The cache stage of a recipe on tensors: the run of its kind of policy on the layers of a real cache.
 
     Parameters
     ----------
@@ -180,9 +181,9 @@ class CacheRun:
         drafts = self.stage if isinstance(policy, DraftPolicy) else None
         self.plan: Any = SimpleNamespace(recipe=recipe, family=family, draft_policy=drafts, stages=())
         self.state = CacheState(layers)
-        self.eviction: _Watched
+        self.run: CachePolicy
 
-    def begin(self, size: int, rows: int = 1, prompt: bool = True) -> _Watched:
+    def begin(self, size: int, rows: int = 1, prompt: bool = True) -> Any:
         """A forward of ``size`` new tokens."""
         seen = self.state.seen
         places = torch.arange(seen, seen + size).expand(rows, -1)
@@ -195,9 +196,19 @@ class CacheRun:
         else:
             self.forward = Continuation(*given)
         self.state.positions.offset = torch.zeros(rows, dtype=torch.long)
-        self.eviction = _Watched(self.forward, self.stage, self.state, self.seen)
-        self.eviction.before_text(TextInputs({}))
-        return self.eviction
+        given = self.forward, self.stage, self.state
+        if isinstance(self.policy, ReadingPolicy):
+            self.run = ReadKeys(*given)
+        else:
+            self.run = RecallKeys(*given) if self.policy.recalls else _Watched(*given, self.seen)
+        self.run.before_text(TextInputs({}))
+        return self.run
+
+    @property
+    def ranks(self) -> list[Tensor]:
+        """What the last forward has ranked, in order."""
+        assert isinstance(self.run, _Watched)
+        return self.run.ranks
 
     def _layout(self, size: int, rows: int) -> Layout:
         at = (torch.ones(size, dtype=torch.bool) if self.visual is None else self.visual).nonzero()[:, 0]
@@ -220,9 +231,9 @@ class CacheRun:
         visible = index.mask(self.forward.phase(layer).places, None)
         shown = read if seen_as is None else seen_as
         scaling = 1.0 if seen_as is not None else keys.shape[3] ** -0.5
-        self.eviction.after_attention(LayerAttended(layer, query, shown, values, visible, scaling, None))
+        self.run.after_attention(LayerAttended(layer, query, shown, values, visible, scaling, None))
         if layer == len(self.state.layers) - 1:
-            self.eviction.finish()
+            self.run.finish()
         return read
 
     def prompt(self, keys: Tensor, values: Tensor, query: Tensor | None = None) -> Tensor:
@@ -237,7 +248,7 @@ class CacheRun:
             full[:, :, -query.shape[2] :] = query
         for layer in range(len(self.state.layers)):
             self.feed(keys, values, full, layer)
-        return self.eviction.ranks[-1]
+        return self.ranks[-1]
 
     def layer_counts(self, size: int) -> list[int]:
         """How many keys of a prompt of ``size`` tokens each layer keeps, where the content does not matter."""
