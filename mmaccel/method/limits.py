@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import re
 import typing
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, Literal
 
@@ -16,11 +17,13 @@ _INTERVAL = re.compile(r"([\[(])(.+), (.+)([\])])")
 
 
 def check_options(method: Any) -> None:
-    """Raise :class:`MmaccelError` for an option of ``method`` outside of its ``Literal`` type or of ``limits``; None passes."""
+    """Raise :class:`MmaccelError` for an option of ``method`` outside of its ``Literal`` type or of ``limits``. None passes
+    where the type of the option allows it, or is not known."""
     cls: type = type(method)
     for name, limit in limits_of(cls).items():
-        value = getattr(method, name)
-        if value is not None and not _allows(limit, value):
+        value, kind = getattr(method, name), option_types(cls).get(name)
+        unset = value is None and (kind is None or type(None) in typing.get_args(kind))
+        if not unset and not _allows(limit, value):
             raise MmaccelError(f"`{name}` of {method.name} must be {_words(limit)}, got {value!r}.")
 
 
@@ -46,9 +49,9 @@ def limits_of(cls: type) -> dict[str, Limit]:
 
 def _allows(limit: Limit, value: Any) -> bool:
     if isinstance(limit, tuple):
-        return value in limit
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in limit)
     if limit == "not empty":
-        return len(value) > 0
+        return isinstance(value, Sequence) and len(value) > 0
     if isinstance(value, bool) or not issubclass(type(value), Real):
         return False
     if limit.startswith("odd"):

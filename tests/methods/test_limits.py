@@ -14,7 +14,7 @@ from mmaccel.core.reduction import Reduction
 from mmaccel.errors import MmaccelError
 from mmaccel.method import ProjectorMethod, TokenBatch, register
 from mmaccel.method.limits import limits_of
-from mmaccel.method.registry import methods
+from mmaccel.method.registry import get_method, methods
 
 
 class Bare(ProjectorMethod):
@@ -53,13 +53,13 @@ FITS = (
 )
 REFUSED = (
     ("tau", (0, 0.0, -1.0, float("nan"), True, "1"), "greater than 0"),
-    ("share", (-0.1, 1, 1.0, float("nan")), "at least 0 and less than 1"),
+    ("share", (-0.1, 1, 1.0, float("nan"), None), "at least 0 and less than 1"),
     ("kernel", (0, 2, -1, 1.5), "an odd number"),
     ("pool", (-1, 2, -3), "an odd number or 0"),
-    ("layers", ((),), "a tuple of one or more values"),
-    ("bits", (1, 1.58), "1.5 or 2"),
+    ("layers", ((), 5, None), "a tuple of one or more values"),
+    ("bits", (1, 1.58, None), "1.5 or 2"),
     ("heads", (0, -1, 0.0, 1.5, True), "an int, at least 1, or a share (float), greater than 0.0 and at most 1.0"),
-    ("mode", ("max", ""), "'sum' or 'mean'"),
+    ("mode", ("max", "", None), "'sum' or 'mean'"),
 )
 
 
@@ -74,6 +74,11 @@ def test_values_within_their_limits_are_taken(option: str, value: Any) -> None:
 def test_other_values_are_refused(option: str, value: Any, allowed: str) -> None:
     with pytest.raises(MmaccelError, match=re.escape(f"`{option}` of toy must be {allowed}, got {value!r}.")):
         Options(**{option: value})
+
+
+def test_true_is_no_number_among_values() -> None:
+    with pytest.raises(MmaccelError, match="`bits` of calibquant must be 1, 2, 4 or 8, got True."):
+        get_method("calibquant")(bits=True)  # type: ignore[call-arg]
 
 
 def test_every_limit_is_that_of_an_option() -> None:
