@@ -333,6 +333,7 @@ def report(args: argparse.Namespace, journal: Journal, peer: Kvpress | None = No
         "dtype": args.dtype,
         "split": args.split,
         "date": provenance.today(),
+        "machine": {"processor": f"a CPU ({provenance.processor()})", "threads": args.threads},
         "versions": provenance.versions(),
         **({"kvpress": peer.versions} if peer else {}),
         "command": provenance.command("python", sys.argv[0]),
@@ -356,7 +357,8 @@ def table(found: dict[str, Any]) -> str:
         lines.append(((right / count, title), [f"`{name}`", budget, share, str(count), kb, *cells]))
     lines.sort(key=lambda line: (-line[0][0], line[0][1]))
     head = ["recipe", "budget", "right answers (95 %)", "of", "KV, MiB", *kinds]
-    about = f"`{found['command']}`, {found['date']}, {found['dtype']}, one CPU thread, " + ", ".join(
+    processor, threads = found["machine"]["processor"], found["machine"]["threads"]
+    about = f"`{found['command']}`, {found['date']}, {found['dtype']}, {processor}, threads {threads}, " + ", ".join(
         f"{name} {number}" for name, number in {**found["versions"], **found.get("kvpress", {})}.items()
     )
     refused = "".join(f"\n- `{title}`: {why}" for title, why in found["refused"].items())

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from PIL import Image
 
 import mmaccel
 from mmaccel.cli.ask import ModelOptions, load_model
+from mmaccel.core.files import locked
 from mmaccel.errors import MmaccelError
 from mmaccel.families import pages, smollm2
 from mmaccel.families.load import MODELS
@@ -86,6 +88,25 @@ def test_gguf_is_missing(package: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (package / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(content)
     monkeypatch.setattr(smollm2, "SHA256", hashlib.sha256(content).hexdigest())
     refused(lambda: mmaccel.load("smol-pages", device="cpu"), "needs gguf; run: pip install 'mmaccel.real.'")
+
+
+def test_a_second_load_waits_for_the_first(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program makes the folder, and another one that loads meanwhile takes it as it is."""
+    content = b"weights"
+    (package / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(content)
+    monkeypatch.setattr(smollm2, "SHA256", hashlib.sha256(content).hexdigest())
+    found = smollm2.find_spec
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: found(name) or SimpleNamespace())
+    monkeypatch.setattr(smollm2, "_convert", lambda path, made: pytest.fail("it was made twice"))
+    made = Path.home() / ".cache" / "mmaccel" / f"smollm2-135m-{smollm2.SHA256[:12]}"
+    made.mkdir(parents=True)
+    with ThreadPoolExecutor(1) as pool:
+        with locked(made.with_suffix(".lock"), "the folder", "wait"):
+            second = pool.submit(smollm2.folder)
+            with pytest.raises(TimeoutError):
+                second.result(timeout=0.3)
+            (made / smollm2._WHOLE).touch()
+        assert second.result(timeout=30) == made
 
 
 # -------------------------------------------------------------------------------------------- pages, without the weights
@@ -237,11 +258,12 @@ def test_the_table_has_the_best_row_first() -> None:
     kinds = {"number": {"right": 4, "asked": 4}}
     rows = {"knorm:0.1": {"kinds": {"number": {"right": 1, "asked": 4}}}, "none": {"kinds": kinds, "kv_bytes": 2**20}}
     found = {"rows": rows, "refused": {"sttm:0.5": "It is for clips."}, "versions": {"torch": "2.14"}}
+    found["machine"] = {"processor": "a CPU (x86-64)", "threads": 2}
     text = bench.table(found | {"command": "python benchmarks/pages.py", "date": "2026-11-26", "dtype": "bfloat16"})
     lines = text.splitlines()
     assert lines[2].startswith("| `none` |  | 100.0% (40 to 100) | 4 | 1.0 | 4/4 |")
     assert lines[3].startswith("| `knorm` | 0.1 | 25.0% (1 to 81) | 4 |  | 1/4 |")
-    assert "- `sttm:0.5`: It is for clips." in lines
+    assert "- `sttm:0.5`: It is for clips." in lines and "bfloat16, a CPU (x86-64), threads 2, torch 2.14" in text
 
 
 @pytest.mark.parametrize("option", ["--questions", "--batch-size", "--threads"])

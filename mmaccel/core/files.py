@@ -25,7 +25,7 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise MmaccelError(f"Cannot write {str(path)!r} ({error.strerror}); {remedy}.") from error
+        raise MmaccelError(f"Cannot write {str(path)!r} ({error.strerror or error}); {remedy}.") from error
 
 
 def write_whole(path: Path, content: bytes | memoryview | Callable[[BinaryIO], object]) -> None:
@@ -58,15 +58,15 @@ def write_whole(path: Path, content: bytes | memoryview | Callable[[BinaryIO], o
             os.close(folder)
 
 
-def take_lock(descriptor: int, path: Path) -> bool:
-    """Lock the open file ``descriptor`` for this process until it is closed.
+def take_lock(descriptor: int, path: Path, wait: bool = False) -> bool:
+    """Lock the open file ``descriptor`` for this process until it is closed; ``wait`` for another process that holds the lock.
 
     Returns whether it is locked now: False where another process holds the lock, or ``path`` names another file by now.
     """
     if fcntl is None:
         return True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         # another run may have replaced the file since it was opened
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except OSError:
@@ -74,17 +74,18 @@ def take_lock(descriptor: int, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def locked(path: Path, what: str, remedy: str) -> Iterator[None]:
+def locked(path: Path, what: str, remedy: str, wait: bool = False) -> Iterator[None]:
     """Hold the lock of the file ``path`` during the block; creates the file if it is missing.
 
     what, remedy : what the lock protects, and what else the user may do than wait, for the message.
+    wait : wait for another process that holds the lock.
 
-    Raises :class:`MmaccelError` if another process holds the lock, or the file cannot be opened.
+    Raises :class:`MmaccelError` if another process holds the lock and ``wait`` is not set, or the file cannot be opened.
     """
     with writing(path, remedy):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        if not take_lock(descriptor, path):
+        if not take_lock(descriptor, path, wait):
             raise MmaccelError(f"Another run writes to {what!r}; wait for it, or {remedy}.")
         yield
     finally:

