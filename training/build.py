@@ -121,18 +121,23 @@ def lattice(rows: int, columns: int, width: int) -> torch.Tensor:
     return torch.cat(halves, 2).reshape(rows * columns, width)
 
 
-def build_llava(pixels: int = PIXELS, layers: int = 5) -> LlavaForConditionalGeneration:
-    """``mini-llava`` with random weights: a CLIP tower with CLS, its last layer but one, and a grouped-query Llama."""
-    vision = CLIPVisionConfig(
+def clip_tower(pixels: int, patch: int) -> CLIPVisionConfig:
+    """The configuration of the CLIP towers of small models, for square pictures of ``pixels`` and patches of ``patch``."""
+    return CLIPVisionConfig(
         hidden_size=160,
         intermediate_size=480,
         num_hidden_layers=6,
         num_attention_heads=5,
         image_size=pixels,
-        patch_size=PATCH,
+        patch_size=patch,
         projection_dim=128,
         hidden_act="gelu",
     )
+
+
+def build_llava(pixels: int = PIXELS, layers: int = 5) -> LlavaForConditionalGeneration:
+    """``mini-llava`` with random weights: a CLIP tower with CLS, its last layer but one, and a grouped-query Llama."""
+    vision = clip_tower(pixels, PATCH)
     text = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=192,

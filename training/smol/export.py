@@ -15,10 +15,10 @@ from transformers import CLIPImageProcessor, LlamaConfig, LlavaConfig
 
 from mmaccel.families.adapted import ADAPTER, BASE
 from mmaccel.families.smollm2 import SHA256
-from training.build import MEAN, STD
+from training.build import MEAN, STD, clip_tower
 from training.smol.language import language_config
 from training.smol.rows import IMAGE
-from training.smol.tower import GRID, PIXELS, tower_config
+from training.smol.tower import GRID, PATCH, PIXELS
 
 
 def export(work: Path, folder: Path, text: LlamaConfig | None = None) -> int:
@@ -37,7 +37,7 @@ def export(work: Path, folder: Path, text: LlamaConfig | None = None) -> int:
     }
     folder.mkdir(parents=True, exist_ok=True)
     config = LlavaConfig(
-        vision_config=tower_config(),
+        vision_config=clip_tower(PIXELS, PATCH),
         text_config=text or language_config(),
         image_token_index=IMAGE,
         image_seq_length=GRID * GRID,

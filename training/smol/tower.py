@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import CLIPVisionConfig, CLIPVisionModel
+from transformers import CLIPVisionModel
 
 from mmaccel.suite.document import DOCUMENTS, GLYPHS, Document, document_cells, render_document, sample_document
 from mmaccel.suite.questions import Turn
 from mmaccel.suite.rng import Rng, item_seed
 from mmaccel.suite.scene import Scene, render, sample_scene
-from training.build import MEAN, STD
+from training.build import MEAN, STD, clip_tower
 from training.data import labelled
 from training.train import Probes, Sight
 
@@ -27,23 +27,9 @@ DEEPEST = 2
 """So many characters of a cell are labelled."""
 
 
-def tower_config() -> CLIPVisionConfig:
-    """The configuration of the tower: 400 patches of 10 pixels, and CLS."""
-    return CLIPVisionConfig(
-        hidden_size=160,
-        intermediate_size=480,
-        num_hidden_layers=6,
-        num_attention_heads=5,
-        image_size=PIXELS,
-        patch_size=PATCH,
-        projection_dim=128,
-        hidden_act="gelu",
-    )
-
-
 def start_tower(path: Path = START) -> CLIPVisionModel:
     """The tower of ``mini-llava-deep`` with its patches of 8 pixels stretched to 10."""
-    tower = CLIPVisionModel(tower_config())
+    tower = CLIPVisionModel(clip_tower(PIXELS, PATCH))
     weights = {
         name.removeprefix("model.").removeprefix("vision_tower.").removeprefix("vision_model."): weight.float()
         for name, weight in load_file(path).items()
