@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -282,6 +285,59 @@ def test_stages_follow_each_other_and_go_on_where_they_were_ended(base, tokenize
     assert max(part.abs().max() for name, part in trained["parts"]["trainee"].items() if name.endswith(".up")) > 0
     stages.train_all(tmp_path, 2, language(base), tokenizer, batch=2, questions=3)
     assert state(tmp_path, "all")["state"]["step"] > trained["state"]["step"]
+
+
+TOGETHER = """
+import os
+import sys
+import torch
+from pathlib import Path
+from torch import distributed, nn
+from training.smol.runs import Run, place
+from training.smol.stages import feed
+
+if "WORLD_SIZE" in os.environ:
+    distributed.init_process_group("gloo")
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+process, processes = place()
+model, unseen = nn.Linear(3, 1), nn.Linear(3, 1)
+groups = [{"params": [*model.parameters(), *unseen.parameters()], "peak": 0.1}]
+run = Run(Path(sys.argv[1]), "line", {"model": model, "unseen": unseen}, groups, 1.0)
+count = 4 // processes
+source = feed(lambda seen: torch.arange(seen, seen + count), 0, count, 0)
+
+def step():
+    numbers = next(source)
+    inputs = torch.stack([numbers, numbers + 1.0, numbers * 0.5], 1)
+    loss = (model(inputs) - 1.0).square().mean()
+    if process == 0:  # uses a part that the other does not
+        loss = loss + unseen(inputs[:1]).square().mean() * 0
+    loss.backward()
+    if run.state["step"] == 4:
+        run.state["seconds"] = 60.0 * (process == 0)
+    return {"loss": loss.item()}, count
+
+run.train(step)
+"""
+
+
+def test_two_processes_train_as_one_does_with_the_pictures_of_both(tmp_path):
+    script = tmp_path / "together.py"
+    script.write_text(TOGETHER)
+    stored = []
+    for processes in (1, 2):
+        work = tmp_path / str(processes)
+        work.mkdir()
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if processes == 2 else []
+        command = [sys.executable, *launcher, str(script), str(work)]
+        subprocess.run(command, check=True, timeout=120, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+        stored.append(torch.load(work / "line.pt", weights_only=True))
+    alone, together = stored
+    assert together["state"]["step"] == alone["state"]["step"] == 5
+    assert together["state"]["seen"] == alone["state"]["seen"] == 20
+    for part in ("model", "unseen"):
+        torch.testing.assert_close(together["parts"][part], alone["parts"][part])
 
 
 # -------------------------------------------------------------------------------------------------------------- export

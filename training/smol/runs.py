@@ -11,14 +11,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, distributed, nn
 
 SAVE_EVERY = 120.0
 """Seconds between checkpoints."""
 
 
+def place() -> tuple[int, int]:
+    """This process among those that train together, and how many there are: ``(0, 1)`` unless ``torchrun`` started it."""
+    return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+
+
+def average_gradients(weights: list[Tensor]) -> None:
+    """Give every process the mean of the gradients of all; one that has none counts as 0."""
+    grads = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    distributed.all_reduce(flat)
+    flat /= distributed.get_world_size()
+    for weight, grad in zip(weights, flat.split([weight.numel() for weight in weights]), strict=True):
+        weight.grad = grad.view_as(weight)
+
+
 class Run:
     """One stage of the training in a folder; a run that was ended goes on where its checkpoint was written.
+
+    Processes that train together show pictures of their own and average their gradients; the first writes, and keeps the time.
 
     Parameters
     ----------
@@ -43,8 +60,18 @@ class Run:
             for key, part in parts.items():
                 part.load_state_dict(stored["parts"][key], strict=False)
 
+    def agreed(self, ended: bool) -> bool:
+        """Whether any process was asked to end; all take over the clock of the first."""
+        if place()[1] > 1:
+            told = torch.tensor([self.state["seconds"] * (place()[0] == 0), float(ended)], dtype=torch.float64)
+            distributed.all_reduce(told)
+            self.state["seconds"], ended = told[0].item(), bool(told[1])
+        return ended
+
     def save(self) -> None:
         """Write the checkpoint, whole or not at all."""
+        if place()[0]:
+            return
         parts = {
             key: {name: weight.detach() for name, weight in part.named_parameters() if weight.requires_grad}
             for key, part in self.parts.items()
@@ -55,21 +82,25 @@ class Run:
 
     def train(self, step: Callable[[], tuple[dict[str, float], int]]) -> None:
         """Train until the minutes are over or SIGTERM: ``step()`` adds gradients, and gives figures and how many pictures it
-        has shown."""
+        has shown, in this process."""
         stop: list[int] = []
         previous = signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
         state, saved, before = self.state, time.monotonic(), time.monotonic()
-        while state["seconds"] < 60 * self.minutes and not stop:
+        weights = [weight for group in self.optimiser.param_groups for weight in group["params"]]
+        first, processes = place()[0] == 0, place()[1]
+        while not self.agreed(bool(stop)) and state["seconds"] < 60 * self.minutes:
             rest = 1 - state["seconds"] / (60 * self.minutes)
             for group in self.optimiser.param_groups:
                 group["lr"] = group["peak"] * min(1.0, (state["step"] + 1) / 50) * max(0.02, min(1.0, 1.8 * rest))
             scores, count = step()
+            if processes > 1:
+                average_gradients(weights)
             for group in self.optimiser.param_groups:
                 nn.utils.clip_grad_norm_(group["params"], 1.0)
             self.optimiser.step()
             self.optimiser.zero_grad()
             state["step"] += 1
-            state["seen"] += count
+            state["seen"] += count * processes
             average = state["average"]
             for key, value in scores.items():
                 if value == value:
@@ -77,7 +108,7 @@ class Run:
             now = time.monotonic()
             state["seconds"] += min(now - before, 60.0)  # a paused process loses none of its minutes
             before = now
-            if state["step"] % 10 == 0:
+            if first and state["step"] % 10 == 0:
                 line = {"stage": self.name, **{key: state[key] for key in ("step", "seen", "seconds")}, **average}
                 with self.log.open("a") as log:
                     rounded = {

@@ -20,23 +20,27 @@ from mmaccel.suite.scene import CHARACTERS, COLOURS, SHAPES, Scene, cell_labels
 from training.data import IGNORED
 from training.smol.language import Connector, switch
 from training.smol.rows import IMAGE, Row, Rows, answers_of_base, page_row, passages, prose, scene_row
-from training.smol.runs import Run
+from training.smol.runs import Run, place
 from training.smol.tower import GRID, Reader, drawn, page_at, scene_at, start_tower
 
 Shown = Scene | Document
 
 
 class _Feed(IterableDataset[Any]):
-    """What ``make`` gives for ``start``, ``start + count`` and so on, drawn by the workers of a loader in turn."""
+    """What ``make`` gives for ``start``, ``start + count`` and so on, drawn by the workers of a loader in turn.
+
+    Processes that train together take turns too.
+    """
 
     def __init__(self, make: Callable[[int], Any], start: int, count: int) -> None:
         self.make, self.start, self.count = make, start, count
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        place, places = (worker.id, worker.num_workers) if worker else (0, 1)
-        for step in itertools.count(place, places):
-            yield self.make(self.start + step * self.count)
+        first, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        process, processes = place()
+        for step in itertools.count(first, workers):
+            yield self.make(self.start + (step * processes + process) * self.count)
 
 
 def feed(make: Callable[[int], Any], start: int, count: int, workers: int) -> Iterator[Any]:
