@@ -149,7 +149,7 @@ def counts(code: house.Code) -> list[Count]:
         Count("fields of Shared", fields(PACKAGE / "kv" / "shared.py", "Shared"), 10),
         Count("arrows between rooms of runtime/", len(found), 12),
         Count("circles of rooms of runtime/", int(circle(found)), 0),
-        Count("entries of mmaccel/", len(entries), 24),
+        Count("entries of mmaccel/", len(entries), 25),
         Count("lines of Python in mmaccel/", total, 42_000),
     ]
 
