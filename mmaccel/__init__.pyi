@@ -12,6 +12,7 @@ from .accelerate import (
     accelerated_encoder,
     is_accelerated,
 )
+from .core.recipe_names import RecipeName
 from .core.reduction import Reduction
 from .core.version import __version__
 from .errors import MmaccelError, UnsupportedError
@@ -141,6 +142,7 @@ __all__ = [
     "Method",
     "MmaccelError",
     "Recipe",
+    "RecipeName",
     "Reduction",
     "Stage",
     "UnsupportedError",

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,9 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 2) -> str
 # --- one name an option -----------------------------------------------------------------------------------------------
 def test_the_same_option_has_one_name_and_takes_the_same_everywhere() -> None:
     names: dict[str, set[str]] = {}
-    for name in commands():
+    # it prints a script for a shell to read
+    every = set(commands()) - {"completion"}
+    for name in every:
         options = [one for one in command(name).params if one.param_type_name == "option"]
         for option in options:
             names.setdefault(max(option.opts, key=len), set()).add(name)
@@ -57,7 +60,6 @@ def test_the_same_option_has_one_name_and_takes_the_same_everywhere() -> None:
         assert next(one for one in options if "--json" in one.opts).metavar == "[FILE]"
     assert {"--recipe", "--retain", "--batch-size", "--max-new-tokens", "--model", "--device", "--json"} <= set(names)
     assert not {"--recipes", "--batch", "--answer", "--families", "--summary"} & set(names)
-    every = set(commands())
     assert names["--model"] == every - {"quickstart", "methods", "doctor", "selfcheck"}
     # what is trained becomes a recipe
     assert names["--recipe"] == every - {"demo", "methods", "doctor", "distil"}
@@ -79,6 +81,7 @@ def test_the_same_option_has_one_name_and_takes_the_same_everywhere() -> None:
         ("ask", "--json a.png what?", "--json - a.png what?"),
         ("ask", "a.png what? --json a.json", "a.png what? --json a.json"),
         ("ask", "--set a=1 b.png what?", "--set a=1 b.png what?"),
+        ("ask", "-- --json a.png", "-- --json a.png"),
     ],
 )
 def test_values_that_stand_behind_one_option(name: str, typed: str, means: str) -> None:
@@ -258,9 +261,110 @@ def test_help_is_there_at_once(argv: list[str]) -> None:
     assert walk(*argv)[1] < 1
 
 
-def test_shells_complete_commands_and_options() -> None:
-    bash = {"_MMACCEL_COMPLETE": "complete_bash", "COMP_CWORD": "1", "COMP_WORDS": "mmaccel sel"}
-    assert walk("-m", "mmaccel", **bash)[0].split() == ["selfcheck"]
+COMPLETION = """
+import sys
+from mmaccel.cli.completion import complete
+for line in sys.stdin.read().splitlines():
+    print(*(text for text, _ in complete(line.split(" "))))
+heavy = {"torch", "transformers", "numpy", "PIL"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_the_word_at_the_cursor_is_completed_without_torch() -> None:
+    expected = {
+        "sel": "selfcheck",
+        "eval --reci": "--recipe",
+        "eval --device cpu --ret": "--retain",
+        "ask --recipe divp": "divprune",
+        "ask --recipe=divp": "--recipe=divprune",
+        # as bash splits them
+        "ask --recipe = divp": "divprune",
+        "tune --goal =": "ttft tokens kv cost",
+        "eval --recipe none fastv snap": "snapkv",
+        "eval --recipe=none --limit 3 --model mini-q": "mini-qwen-vl",
+        "methods snap": "snapkv",
+        "compare --x ": "layers kv",
+        "completion ": "bash zsh fish",
+        # files, numbers and texts
+        "eval --data ": "",
+        "bench --batch-size 1 ": "",
+        "ask --recipe divprune ": "",
+        "methods snapkv ": "",
+        "ask -- --rec": "",
+        "nothing ": "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMPLETION],
+        cwd=ROOT,
+        input="\n".join(expected),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert dict(zip(expected, done.stdout.splitlines(), strict=True)) == expected
+
+
+def test_every_option_and_recipe_is_completed() -> None:
+    from mmaccel.cli.completion import complete
+
+    assert [text for text, _ in complete([""])] == list(commands())
+    for name in commands():
+        offered = {text for text, _ in complete([name, "--"])}
+        assert {max(one.opts, key=len) for one in command(name).params if one.param_type_name == "option"} < offered
+    shipped = {name for name, one in mmaccel.recipes().items() if name not in mmaccel.methods() or is_shipped(name)}
+    for typed in (["methods"], ["ask", "--recipe"], ["eval", "--recipe", "none"]):
+        assert {text for text, _ in complete([*typed, ""])} == shipped
+
+
+def is_shipped(name: str) -> bool:
+    """Whether a method comes with mmaccel."""
+    return mmaccel.get_method(name).__module__.startswith("mmaccel.")
+
+
+def test_bash_completes(tmp_path: Path) -> None:
+    """The printed script, in bash itself."""
+    if (bash := shutil.which("bash")) is None:
+        pytest.skip("no bash")
+    program = tmp_path / "mmaccel"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m mmaccel "$@"\n')
+    program.chmod(0o755)
+    (tmp_path / "film.mp4").touch()
+    lines = [
+        'eval "$(./mmaccel completion bash)"',
+        "complete -p mmaccel",
+        *(
+            f'COMP_WORDS=({words}); COMP_CWORD={words.count(" ")}; _mmaccel ./mmaccel; echo "${{COMPREPLY[@]}}"'
+            for words in ('mmaccel ""', "mmaccel ask --recipe divp", "mmaccel ask --recipe = fastk", "mmaccel ask film")
+        ),
+    ]
+    done = subprocess.run(
+        [bash, "--norc", "-c", "\n".join(lines)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "complete -o default -F _mmaccel mmaccel",
+        " ".join(commands()),
+        "divprune",
+        "fastkv fastkv-tokens",
+        "",
+    ]
+
+
+def test_scripts_of_all_shells_ask_the_same_program(capsys: pytest.CaptureFixture[str]) -> None:
+    for shell in ("bash", "zsh", "fish"):
+        assert main(["completion", shell]) == 0
+        assert f"completion {shell} -- " in capsys.readouterr().out
+    assert main(["completion", "zsh", "--", "ask", "--dev"]) == 0
+    assert capsys.readouterr().out.startswith("--device:cpu, cuda, cuda:1, ...")
+    assert main(["completion", "fish", "--", "sel"]) == 0
+    assert capsys.readouterr().out.startswith("selfcheck\trun all model families")
+    assert "'tcsh'" in said(capsys, "completion", "tcsh")
 
 
 @pytest.mark.full

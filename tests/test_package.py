@@ -11,6 +11,7 @@ import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import zoo
@@ -72,6 +73,19 @@ def test_every_method_is_a_name_of_the_package():
     listed = {name: f"mmaccel.{module}" for name, module in modules.items() if name not in public}
     assert listed == {kind.__name__: kind.__module__ for kind in shipped}
     assert [getattr(mmaccel, kind.__name__) for kind in shipped] == shipped
+
+
+def test_names_of_recipes_are_those_of_the_registry():
+    """In the file that type checkers, editors and shells read; `python docs/making/recipe_names.py` writes it."""
+    import recipe_names
+
+    assert recipe_names.FILE.read_text(encoding="utf-8") == recipe_names.source()
+    shipped = [name for name, kind in mmaccel.methods().items() if kind.__module__.startswith("mmaccel.")]
+    assert {*shipped, "none", "balanced"} <= set(get_args(mmaccel.RecipeName)) <= set(mmaccel.recipes())
+    for function in (mmaccel.accelerate_vlm, mmaccel.accelerated, mmaccel.get_recipe):
+        given = get_type_hints(function)["which" if function is mmaccel.get_recipe else "recipe"]
+        # any other text is taken too, since a user's own methods have names
+        assert {mmaccel.RecipeName, str} <= set(get_args(given))
 
 
 def test_completion_shows_all_names():

@@ -20,6 +20,7 @@ from mmaccel import (
     Method,
     MmaccelError,
     Recipe,
+    RecipeName,
     SnapKV,
     Stage,
     VideoSession,
@@ -43,6 +44,11 @@ def ways_to_say_it(model: Model, folder: Path, processor: Any) -> None:
     accelerate_vlm(model, [DivPrune(), Stage("snapkv", 0.25)])
     accelerate_vlm(model, {"name": "mine", "stages": [{"method": "divprune", "retain": 0.25}]})
     accelerate_vlm(model, folder / "mine.json")
+    # a name that is known, and one of a method of the user's own
+    known: RecipeName = "fastv"
+    own: str = "largest-norm"
+    accelerate_vlm(model, known)
+    accelerate_vlm(model, [known, own], retain=0.5)
     assert_type(accelerate_encoder(model, "tome", retain=0.5), Model)
     with accelerated(model, "balanced", retain=0.1) as fast:
         assert_type(fast, Model)
@@ -52,6 +58,8 @@ def ways_to_say_it(model: Model, folder: Path, processor: Any) -> None:
 def what_is_wrong(model: Model) -> None:
     accelerate_vlm(model, retain="0.5")  # type: ignore[arg-type]
     accelerate_vlm(model, 3)  # type: ignore[arg-type]
+    name: RecipeName = "fast-v"  # type: ignore[assignment]
+    accelerate_vlm(model, name)
     accelerate_vlm(model, positions="new")  # type: ignore[arg-type]
     accelerate_vlm(model, kernels="on")  # type: ignore[arg-type]
     FastV(layers=3)  # type: ignore[call-arg]

@@ -50,13 +50,12 @@ Make pretrained vision and video LLMs faster by dropping visual tokens.
   mmaccel serve --recipe snapkv                                a model with a recipe, for OpenAI's clients
   mmaccel demo                                                 what is kept and what it costs, in a browser
   mmaccel doctor, mmaccel selfcheck                            does everything fit together here?
+  mmaccel completion bash                                      completion for your shell
 """
 #: columns of help: off a terminal, and at most on one
 _WIDTH = 120
 #: what Typer raises when it cannot read a command line; its name differs between versions
 _Unreadable: Any = typer.BadParameter.__mro__[1]
-#: by this variable, which Typer names after the program, shells ask for completions
-_COMPLETE = "_MMACCEL_COMPLETE"
 
 
 def commands() -> dict[str, Any]:
@@ -82,6 +81,8 @@ class _Command(TyperCommand):
         spelled: list[str] = []
         option = ""
         for number, word in enumerate(args):
+            if word == "--":
+                return spelled + args[number:]
             name = word.partition("=")[0]
             if word.startswith("-") and not word[1:2].isdecimal():
                 option = name
@@ -156,6 +157,7 @@ def build_app() -> typer.Typer:
     app = typer.Typer(
         cls=_Group,
         rich_markup_mode=None,
+        add_completion=False,
         context_settings={
             "help_option_names": ["-h", "--help"],
             "max_content_width": _WIDTH,
@@ -192,8 +194,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     correct), or 3 (done, but some questions could not be used)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     app = typer.main.get_command(build_app())
-    if _COMPLETE in os.environ:
-        app.main(prog_name="mmaccel")
     known: Any = app
     called = " ".join(["mmaccel", *(word for word in arguments[:1] if word in known.commands)])
     if sys.stderr is None:

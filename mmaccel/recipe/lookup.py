@@ -5,19 +5,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ..core.recipe_names import RecipeName
 from ..errors import MmaccelError
 from ..method.base import Method, Variant
 from ..method.registry import methods, suggest
 from .recipe import Positions, Proportional, Recipe, Stage
 
-#: what says what runs: a name, a method or its class, a stage, a recipe, the content or the path of a JSON file
-Part: TypeAlias = "str | Path | Method | type[Method] | Stage | Recipe | Mapping[str, Any]"
+#: what says what runs: a name (any text, but editors offer the known ones), a method or its class, a stage, a recipe, the
+#: content or the path of a JSON file
+Part: TypeAlias = RecipeName | str | Path | Method | type[Method] | Stage | Recipe | Mapping[str, Any]
 #: the method that takes the folder of a selector, and the file by which such a folder is known
 _LEARNED, _SELECTOR = "learned", "selector.json"
 #: bytes of a recipe's file at most
 _LARGEST = 4 << 20
 #: or several of them, in the order of their sites
-RecipeLike: TypeAlias = "Part | Sequence[Part] | Iterator[Part]"
+RecipeLike: TypeAlias = Part | Sequence[Part] | Iterator[Part]
 
 
 def recipes() -> dict[str, Recipe]:
