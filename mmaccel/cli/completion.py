@@ -59,7 +59,7 @@ def run(
     shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(metavar="bash|zsh|fish", help="The shell.")],
     words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
 ) -> int:
-    """Print the script, or what may stand for the last of ``words``."""
+    """Print the script, or the completions of the last of ``words``."""
     if not words:
         print(_SCRIPTS[shell].strip())
         return 0
@@ -74,9 +74,9 @@ def run(
 
 
 def complete(words: list[str]) -> list[tuple[str, str]]:
-    """Texts that may stand for the last of ``words``, each with its meaning; none where a file, a number or a text stands.
+    """Completions of the last of ``words``, each with its meaning; none for files, numbers and free text.
 
-    words : those behind ``mmaccel`` up to the cursor.
+    words : of the command line after ``mmaccel``, up to the cursor.
     """
     from . import build_app
 
@@ -156,5 +156,5 @@ def _models() -> list[str]:
     return sorted(path.parent.name for path in SHIPPED.parent.glob("*/config.json"))
 
 
-#: what stands for a metavar
+#: names by the metavar of an option or argument
 _NAMES: Any = {"RECIPE": _recipes, "RECIPE...": _recipes, "[NAME]": _recipes, "MODEL": _models}
