@@ -18,6 +18,7 @@ Seeds of the split ``test`` are for reports; choose settings on ``--split val``.
     python benchmarks/pages.py --questions 36 --out pages.json                        # every row, few questions
     python benchmarks/pages.py --recipes none snapkv:0.25 kivi --out pages.json       # some rows, 200 questions
     python benchmarks/pages.py --show --out pages.json --update docs/results/pages.md # the table again, without a model
+    python benchmarks/pages.py --show --out pages.json --losses mmaccel/recipe/losses.toml # what stats() warns of
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ from tqdm import tqdm
 from mmaccel import load
 from mmaccel.accelerate import accelerated
 from mmaccel.cli.shared.measure import percent
+from mmaccel.cli.shared.options import RecipeOptions
 from mmaccel.cli.shared.text import markdown, put_between, write_json
+from mmaccel.core.files import write_whole
 from mmaccel.core.transformers_api import cache_argument, cache_of
 from mmaccel.errors import MmaccelError
 from mmaccel.families import smollm2
 from mmaccel.families.pages import page
-from mmaccel.method import PreviewMethod
+from mmaccel.method import PreviewMethod, ReadingPolicy
 from mmaccel.programs.bench import provenance
 from mmaccel.programs.evaluate import sentence
 from mmaccel.programs.identity import code_identity
@@ -96,6 +99,13 @@ PRESSES = (
     "adakv",
     "observed-attention",
 )
+#: kinds of questions in the words of a warning
+LOST = {
+    "copy-line": "a copied line",
+    "long": "a long answer",
+    "question-first": "a question before the page",
+    "later": "a question in a later turn",
+}
 #: marks a row of kvpress
 PEER = "kvpress "
 
@@ -125,9 +135,10 @@ def _reads_language(name: str) -> bool:
 
 
 def recipe_of(title: str) -> Recipe:
-    """The recipe of a row."""
-    name, _, budget = title.partition(":")
-    return get_recipe(name, retain=float(budget)) if budget else get_recipe(name)
+    """The recipe of a row, ``NAME``, ``NAME:BUDGET`` or ``NAME:BUDGET:OPTION=VALUE``; the budget may be empty."""
+    name, _, rest = title.partition(":")
+    budget, *settings = rest.split(":")
+    return RecipeOptions(name, float(budget) if budget else None, settings).chosen()
 
 
 # ----------------------------------------------------------------------------------------------------------- questions
@@ -350,11 +361,14 @@ def table(found: dict[str, Any]) -> str:
         right = sum(pair["right"] for pair in row["kinds"].values())
         count = sum(pair["asked"] for pair in row["kinds"].values())
         low, high = interval(right, count)
-        name, _, budget = title.partition(":")
+        name, _, rest = title.partition(":")
+        budget, *settings = rest.split(":")
         cells = [f"{pair['right']}/{pair['asked']}" if (pair := row["kinds"].get(kind)) else "" for kind in kinds]
         share = f"{percent(right / count)} ({100 * low:.0f} to {100 * high:.0f})"
         kb = f"{row['kv_bytes'] / 2**20:.1f}" if "kv_bytes" in row else ""
-        lines.append(((right / count, title), [f"`{name}`", budget, share, str(count), kb, *cells]))
+        lines.append(
+            ((right / count, title), [f"`{' '.join([name, *settings])}`", budget, share, str(count), kb, *cells])
+        )
     lines.sort(key=lambda line: (-line[0][0], line[0][1]))
     head = ["recipe", "budget", "right answers (95 %)", "of", "KV, MiB", *kinds]
     processor, threads = found["machine"]["processor"], found["machine"]["threads"]
@@ -372,11 +386,59 @@ def table(found: dict[str, Any]) -> str:
     )
 
 
+def losses(found: dict[str, Any]) -> str:
+    """The recipes that lost most answers, as TOML for ``mmaccel/recipe``, each at the largest budget at which it did: its whole
+    interval is below one half. Beside it stands what kept most at its site and budget, of equal ones that with the smallest
+    cache."""
+    counts = {
+        title: (
+            sum(pair["right"] for pair in row["kinds"].values()),
+            sum(pair["asked"] for pair in row["kinds"].values()),
+        )
+        for title, row in found["rows"].items()
+        if not title.startswith(PEER) and title != "none"
+    }
+    lost = [title for title, pair in counts.items() if interval(*pair)[1] < 0.5]
+    largest = {title.partition(":")[0]: title for title in sorted(lost, key=_budget)}
+    parts = []
+    for name, title in sorted(largest.items()):
+        rivals = [other for other in counts if _budget(other) == _budget(title) and _site(other) == _site(title)]
+        better = max(rivals, key=lambda other: (counts[other][0], -found["rows"][other]["kv_bytes"]))
+        kinds = found["rows"][title]["kinds"]
+        none = ", ".join(words for kind, words in LOST.items() if not kinds[kind]["right"])
+        at, share = (
+            (f" at {_budget(title):.0%}" if ":" in title else ""),
+            [r / n for r, n in (counts[title], counts[better])],
+        )
+        sentence = (
+            f"{name}{at} kept {share[0]:.0%} of {counts[title][1]} answers of SmolLM2-135M about pages of text"
+            f"{none and f', and none for {none}'}; {better.partition(':')[0]}{at} kept {share[1]:.0%}: use it"
+            f"{at and ' or a larger budget'}, or measure with mmaccel eval"
+        )
+        lines = [f'recipe = "{name}"', *([f"retain = {_budget(title)}"] if at else []), f'sentence = "{sentence}"']
+        parts.append("\n".join(["[[loss]]", *lines]))
+    about = "Recipes that lost most answers about pages of text. Made by `python benchmarks/pages.py --losses`."
+    return "\n\n".join([f"# {about}", *parts]) + "\n"
+
+
+def _budget(title: str) -> float:
+    """The budget of a row; 1 for one without a budget."""
+    return float(title.partition(":")[2] or 1)
+
+
+def _site(title: str) -> tuple[str, bool]:
+    """The site of the last method of a row, and whether it reads less of a cache that stays whole."""
+    (_, method) = recipe_of(title).build()[-1]
+    return method.site, isinstance(method, ReadingPolicy)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON; the journal lies beside it")
     parser.add_argument("--model", default="smol-pages", help="smol-pages (576 tokens a page) or smol-pages-2304")
-    parser.add_argument("--recipes", nargs="+", metavar="NAME[:BUDGET]", help="default: all rows, at 25, 10 and 50 %%")
+    parser.add_argument(
+        "--recipes", nargs="+", metavar="ROW", help="NAME[:BUDGET[:OPTION=VALUE]]; default: all, at 25, 10, 50 %%"
+    )
     parser.add_argument("--kinds", nargs="+", choices=PAGE_KINDS, default=list(PAGE_KINDS), help="default: all")
     parser.add_argument(
         "--questions", type=int, default=200, metavar="N", help="of each row, over all kinds (default: 200)"
@@ -390,6 +452,7 @@ def main() -> int:
         "--kvpress", type=Path, metavar="PYTHON", help="also run presses, with the Python of their environment"
     )
     parser.add_argument("--update", type=Path, metavar="PAGE", help="write the table between the marks of this page")
+    parser.add_argument("--losses", type=Path, metavar="TOML", help="write which recipes lost most answers")
     parser.add_argument("--show", action="store_true", help="no model: the table from the JSON")
     args = parser.parse_args()
     if min(args.questions, args.batch_size, args.threads) < 1:
@@ -402,6 +465,8 @@ def main() -> int:
     text = table(found)
     if args.update:
         put_between(args.update, args.out.stem, text)
+    if args.losses:
+        write_whole(args.losses, losses(found).encode())
     print(text)
     return 0
 

@@ -286,6 +286,24 @@ def test_figures_reach_the_pages() -> None:
     assert "## Cost\n\n- Choosing" in page and "A decode step launches" in method_pages.page("snapkv", {})
 
 
+def test_pages_say_what_both_grounds_say() -> None:
+    """Small models and a real language model: figures of their files, or that there are none."""
+    rows = method_pages.record("pages-cpu")["rows"]
+    right = [kind["right"] for kind in rows["kvpress snapkv:0.1"]["kinds"].values()]
+    small, real = method_pages.accuracy("snapkv").split("### A real language model\n\n")
+    same = method_pages.record("answers-pictures-deep")["rows"]["snapkv:0.1"]["kept"]
+    assert f"| one picture | mini-llava-deep | 10% | {sum(same) / len(same):.1%} | {len(same)} |" in small
+    cells = " | ".join(f"{count}/4" for count in right)
+    assert f"| kvpress snapkv | 10% | {sum(right) / 36:.1%} | 36 | {cells} |" in real
+    assert real.startswith("**snapkv at 25% kept") and method_pages.pages_read("d2o").startswith("**d2o at 25% kept")
+    assert "**" not in method_pages.pages_read("keydiff")
+    for name in method_pages.own():
+        small, real = method_pages.accuracy(name).split("### A real language model")
+        assert ("\n| " in real) == any(title.partition(":")[0] == name for title in rows), name
+        assert ("\n| " in real) != ("Not measured on" in real), name
+        assert ("\n| " in small) != ("Not measured yet" in small), name
+
+
 def test_docstrings_become_markdown() -> None:
     text = """One :class:`~a.B` of ``x``.
 

@@ -254,15 +254,25 @@ def test_rows_of_the_benchmark() -> None:
     assert all(bench.recipe_of(row).build() or row == "none" for row in rows)
 
 
+def test_rows_may_set_options() -> None:
+    assert bench.recipe_of("snapkv:0.25:window=8:pooling=max") == mmaccel.get_recipe(
+        "snapkv", retain=0.25, window=8, pooling="max"
+    )
+    assert bench.recipe_of("kivi::bits=4") == mmaccel.get_recipe("kivi", bits=4)
+
+
 def test_the_table_has_the_best_row_first() -> None:
     kinds = {"number": {"right": 4, "asked": 4}}
-    rows = {"knorm:0.1": {"kinds": {"number": {"right": 1, "asked": 4}}}, "none": {"kinds": kinds, "kv_bytes": 2**20}}
+    rows = {
+        "knorm:0.1:chunk=8": {"kinds": {"number": {"right": 1, "asked": 4}}},
+        "none": {"kinds": kinds, "kv_bytes": 2**20},
+    }
     found = {"rows": rows, "refused": {"sttm:0.5": "It is for clips."}, "versions": {"torch": "2.14"}}
     found["machine"] = {"processor": "a CPU (x86-64)", "threads": 2}
     text = bench.table(found | {"command": "python benchmarks/pages.py", "date": "2026-11-26", "dtype": "bfloat16"})
     lines = text.splitlines()
     assert lines[2].startswith("| `none` |  | 100.0% (40 to 100) | 4 | 1.0 | 4/4 |")
-    assert lines[3].startswith("| `knorm` | 0.1 | 25.0% (1 to 81) | 4 |  | 1/4 |")
+    assert lines[3].startswith("| `knorm chunk=8` | 0.1 | 25.0% (1 to 81) | 4 |  | 1/4 |")
     assert "- `sttm:0.5`: It is for clips." in lines and "bfloat16, a CPU (x86-64), threads 2, torch 2.14" in text
 
 

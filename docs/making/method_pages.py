@@ -17,6 +17,7 @@ from mmaccel.cli.methods import describe_methods, option_docs
 from mmaccel.cli.shared.text import markdown as table
 from mmaccel.method import EncoderMethod
 from mmaccel.method.registry import methods
+from mmaccel.recipe.losses import losses
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -26,6 +27,7 @@ BUDGETS = {
     "adaptive": "the content decides how many stay",
     "none": "none",
 }
+NOT_MEASURED = "Not measured yet: [how to](../guides/measuring.md)."
 #: titles of the sites in the navigation, in the order in which a token passes them
 SITES = {
     "frames": "Pixels and frames",
@@ -73,7 +75,7 @@ def page(name: str, pictures: dict[str, tuple[str, str]]) -> str:
 
 def section(title: str, body: str) -> list[str]:
     """A heading and its text, or that nothing was measured."""
-    return [f"## {title}", body or "Not measured yet: [how to](../guides/measuring.md)."]
+    return [f"## {title}", body or NOT_MEASURED]
 
 
 def paper(words: str) -> str:
@@ -180,8 +182,31 @@ COMPARED = {
 }
 
 
+#: the tables of answers that stay the same, and what was asked
+ANSWERS = {
+    "answers-pictures": "one picture",
+    "answers-pictures-deep": "one picture",
+    "answers-pictures-qwen": "one picture",
+    "answers-several": "two pictures",
+    "answers-clips": "clips of 16 frames",
+    "answers-long-clips": "clips of 48 frames",
+}
+
+
 def accuracy(name: str) -> str:
-    """What comparisons say of it, beside the full model of the same comparison."""
+    """What it costs in answers: of the shipped small models, and of a real language model."""
+    return "\n\n".join(
+        [
+            "### Small models",
+            "\n\n".join(filter(None, [compared(name), same_answers(name)])) or NOT_MEASURED,
+            "### A real language model",
+            pages_read(name),
+        ]
+    )
+
+
+def compared(name: str) -> str:
+    """Right answers of the small models, beside the full model of the same comparison."""
     rows = [["measured in", "questions", "kept", "accuracy", "full model", "KL", "tokens a layer", "KV"]]
     for source, link in COMPARED.items():
         found = record(source)
@@ -192,12 +217,58 @@ def accuracy(name: str) -> str:
             figures, kept = row["figures"], row["retain"]
             told = [f"{figures['accuracy']:.1%}", f"{full['accuracy']:.1%}", f"{figures['kl']:.3f}"]
             shares = [f"{figures[key]:.0%}" for key in ("visual_share_per_layer", "kv_share")]
-            budget = "-" if kept is None else f"{kept:.0%}" if kept <= 1 else str(kept)
-            rows.append([f"[{source}]({link})", str(found["questions"]), budget, *told, *shares])
+            rows.append([f"[{source}]({link})", str(found["questions"]), budget(kept), *told, *shares])
     if len(rows) == 1:
         return ""
-    about = "KL of the next-token distributions against the full model, in nats. Small models, questions of the suite."
-    return f"{table(rows)}\n\n{about}"
+    return (
+        f"{table(rows)}\n\nKL of the next-token distributions against the full model, in nats. Questions of the suite."
+    )
+
+
+def same_answers(name: str) -> str:
+    """Answers of the small models that stay the same."""
+    rows = [["questions about", "model", "kept", "same answers", "of"]]
+    for source, about in ANSWERS.items():
+        found = record(source)
+        for title, row in found["rows"].items():
+            known, _, share = title.partition(":")
+            if known == name and ":" not in share:
+                same, asked = sum(row["kept"]), len(row["kept"])
+                share = budget(float(share) if share else None)
+                rows.append([about, found["model"], share, f"{same / asked:.1%}", str(asked)])
+    if len(rows) == 1:
+        return ""
+    return f"{table(rows)}\n\nAnswers that stay the same ([all recipes](../results/recipes.md))."
+
+
+def pages_read(name: str) -> str:
+    """Right answers of a real language model about pages of text, ours and those of kvpress, and a warning about losses."""
+    found = record("pages-cpu")
+    kinds = list(found["rows"]["none"]["kinds"])
+    rows = [["recipe", "kept", "right answers", "of", *kinds]]
+    for title, row in found["rows"].items():
+        known, _, share = title.partition(":")
+        if known.removeprefix("kvpress ") == name:
+            pairs = [row["kinds"][kind] for kind in kinds]
+            right, asked = (sum(pair[which] for pair in pairs) for which in ("right", "asked"))
+            cells = [f"{pair['right']}/{pair['asked']}" for pair in pairs]
+            rows.append([known, budget(float(share) if share else None), f"{right / asked:.1%}", str(asked), *cells])
+    if len(rows) == 1:
+        return (
+            "Not measured on [pages](../results/pages.md), which ask for recipes of the cache and the language model."
+        )
+    bare = found["rows"]["none"]["kinds"].values()
+    warnings = [f"**{sentence}.**" for recipe, _, sentence in losses() if recipe.name == name]
+    about = (
+        f"Questions about [pages](../results/pages.md) of 576 tokens, SmolLM2-135M-Instruct; the full model answers "
+        f"{sum(pair['right'] for pair in bare)} of {sum(pair['asked'] for pair in bare)} right."
+    )
+    return "\n\n".join([*warnings, table(rows), about])
+
+
+def budget(retain: float | None) -> str:
+    """A budget as a percentage or a count; a dash for none."""
+    return "-" if retain is None else f"{retain:.0%}" if retain <= 1 else str(retain)
 
 
 def cost(name: str) -> str:

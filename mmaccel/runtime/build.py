@@ -98,7 +98,7 @@ def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels)
             "others keep no keys, and what was evicted stays in their states"
         )
     at_layer = _stage_at_layer(recipe, _of(LayerMethod, stages), family, notes)
-    notes += cautions(family, stages)
+    notes += cautions(family, recipe)
     return ModelPlan(
         recipe,
         family,
@@ -240,7 +240,8 @@ def plan_for_call(plan: ModelPlan, asked: bool | Mapping[str, Any] | None) -> Mo
         plan,
         recipe=recipe,
         stages=stages,
-        notes=tuple(note for note in plan.notes if note != plan.caution) + cautions(plan.family, stages),
+        notes=tuple(note for note in plan.notes if note not in cautions(plan.family, plan.recipe))
+        + cautions(plan.family, recipe),
         origin=plan,
         stage_at_layer={at: stages[stage.number] for at, stage in plan.stage_at_layer.items()},
         **_stages_by_kind(stages),

@@ -1,4 +1,5 @@
-"""Models that read pages get one sentence beside budgets that keep less than half, and others none."""
+"""Models that read pages get one sentence beside budgets that keep less than half, and others none; recipes that lost most
+answers of a real language model get one at such budgets."""
 
 from __future__ import annotations
 
@@ -8,16 +9,19 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pages
 import pytest
 import zoo
 from laws.helpers import FAMILIES, generate, inputs, model
 
-from mmaccel import Stage, accelerated
+from mmaccel import Recipe, SnapKV, Stage, accelerated, get_recipe, recipes
 from mmaccel.families import families
+from mmaccel.recipe import losses
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 READERS = [name for name in FAMILIES if families()[name].reads_pages]
-CURVES = Path(__file__).parents[2] / "benchmarks" / "results" / "mini-llava-curves.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+CURVES, PAGES = RESULTS / "mini-llava-curves.json", RESULTS / "pages-cpu.json"
 
 
 def said(family: str, what: Any, **options: Any) -> list[str]:
@@ -74,3 +78,81 @@ def test_the_figures_are_measured() -> None:
     found = [int(number) for number in re.findall(r"\d+", sentence.split("mini-llava")[1])]
     full = round(100 * rows["none"]["reading"]["figures"]["accuracy"])
     assert found == [*percent("reading"), full, *percent("colour")]
+
+
+# ------------------------------------------------------------------------------------------- a real language model
+def test_losses_are_what_was_measured() -> None:
+    shipped = Path(losses.__file__).with_suffix(".toml").read_text()
+    assert shipped == pages.losses(json.loads(PAGES.read_text()))
+
+
+def right(title: str) -> tuple[int, int]:
+    kinds = json.loads(PAGES.read_text())["rows"][title]["kinds"].values()
+    return sum(kind["right"] for kind in kinds), sum(kind["asked"] for kind in kinds)
+
+
+def test_a_sentence_says_what_was_lost() -> None:
+    sentence = losses.caution(get_recipe("snapkv"))
+    (kept, asked), (better, _) = right("snapkv:0.25"), right("keydiff:0.25")
+    assert sentence == (
+        f"snapkv at 25% kept {kept / asked:.0%} of {asked} answers of SmolLM2-135M about pages of text, and none for a copied "
+        "line, a long answer, a question before the page, a question in a later turn; "
+        f"keydiff at 25% kept {better / asked:.0%}: use it or a larger budget, or measure with mmaccel eval"
+    )
+    assert losses.caution(get_recipe("snapkv", retain=0.1)) == sentence
+    codec = losses.caution(get_recipe("calibquant"))
+    assert codec is not None and "calibquant kept 6% of" in codec and "fp8 kept 97%: use it, or measure" in codec
+
+
+def test_who_lost_most() -> None:
+    """All recipes whose interval is below one half, at their budget and below; no other recipe, budget or option."""
+    rows = [title for title in json.loads(PAGES.read_text())["rows"] if "kvpress" not in title and title != "none"]
+    lost = {title.partition(":")[0] for title in rows if pages.interval(*right(title))[1] < 0.5}
+    assert {"snapkv", "h2o", "calibquant"} <= lost < {title.partition(":")[0] for title in rows}
+
+    def cautioned(retain: float) -> set[str]:
+        # a policy may be in the recipes of several papers: all of its options are the same in them
+        shares = {name: made for name, made in recipes().items() if made.primary is None or len(made.stages) == 1}
+        made = {name: one if one.primary is None else one.override(retain=retain) for name, one in shares.items()}
+        return {name for name, one in made.items() if losses.caution(one)}
+
+    whole = {name for name in lost if get_recipe(name).primary is None}
+    assert cautioned(0.25) == cautioned(0.1) == lost and cautioned(0.3) == cautioned(1.0) == whole
+
+
+@pytest.mark.parametrize(
+    ("what", "options", "warned"),
+    [
+        ("snapkv", {"retain": 0.26}, False),
+        ("snapkv", {"retain": 16}, False),
+        ("snapkv", {"window": 8}, False),
+        ("snapkv", {"window": 32}, True),
+        ("snapkv", {"variant": "official"}, False),
+        (SnapKV(), {}, True),
+        (Recipe("mine", (Stage("snapkv", 0.2),)), {}, True),
+        (["snapkv", "kivi"], {}, True),
+        (["divprune", "snapkv"], {}, False),
+        ("keydiff", {"retain": 0.1}, False),
+        ("none", {}, False),
+    ],
+)
+def test_of_which_recipes(what: Any, options: dict[str, Any], warned: bool) -> None:
+    assert (losses.caution(get_recipe(what, **options)) is not None) == warned
+
+
+def test_statistics_note_what_was_lost() -> None:
+    tiny, feed = model("llava"), inputs("llava")
+
+    def noted(**asked: Any) -> list[str]:
+        generate(tiny, feed, **asked)
+        return [note for note in tiny.mmaccel.stats()["notes"] if "SmolLM2" in note]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with accelerated(tiny, "h2o"):
+            assert len(noted()) == 1 and noted()[0].startswith("h2o at 25% kept")
+            assert noted(mmaccel={"retain": 0.2}) == noted()
+            assert noted(mmaccel={"retain": 0.5}) == noted(mmaccel=False) == []
+            assert len(noted()) == 1
+        with accelerated(tiny, "h2o", retain=0.5):
+            assert noted() == [] and len(noted(mmaccel={"retain": 0.25})) == 1 and noted() == []

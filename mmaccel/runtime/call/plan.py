@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -26,7 +26,7 @@ from ...method import (
     ReadingPolicy,
     ReuseMethod,
 )
-from ...recipe import Recipe
+from ...recipe import Recipe, losses
 
 M = TypeVar("M", bound=Method, covariant=True)
 
@@ -132,8 +132,8 @@ class ModelPlan(Plan):
 
     @property
     def caution(self) -> str | None:
-        """Warning about the recipe's budgets on this model, in a sentence; None without one."""
-        return next(iter(cautions(self.family, self.stages)), None)
+        """Warning about the recipe's budgets on a model that reads pages, in a sentence; None without one."""
+        return reading_caution(self.family, self.recipe)
 
     @property
     def stores_anew(self) -> bool:
@@ -205,17 +205,22 @@ def checked_kernels(kernels: Kernels) -> Kernels:
     return kernels
 
 
-def cautions(family: Family, stages: Sequence[PlannedStage[Any]]) -> tuple[str, ...]:
-    """The sentence that models for reading get beside budgets that keep less than half; nothing for others.
+def cautions(family: Family, recipe: Recipe) -> tuple[str, ...]:
+    """Warnings about a recipe at its budgets: on models for reading, and by what a real language model answered."""
+    return tuple(found for found in (reading_caution(family, recipe), losses.caution(recipe)) if found is not None)
+
+
+def reading_caution(family: Family, recipe: Recipe) -> str | None:
+    """The sentence that models for reading get beside budgets that keep less than half; None for others.
 
     The figures are those of tasks ``reading`` and ``colour`` in ``benchmarks/results/mini-llava-curves.json``.
     """
-    least = min((stage.retain for stage in stages if isinstance(stage.retain, float)), default=1.0)
+    least = min((stage.retain for stage in recipe.stages if isinstance(stage.retain, float)), default=1.0)
     if not family.reads_pages or least >= 0.5:
-        return ()
+        return None
     return (
         f"{family.name} reads pages, and a budget of {least:.0%} costs reading first, since a letter stands in few tokens, "
         "each unlike its neighbours: with every second, fourth and tenth token of a picture (uniform), mini-llava read 80, 72 "
         "and 27 % of words instead of 97 %, and named 100, 100 and 92 % of colours; keep half or more, or measure with "
-        "mmaccel eval",
+        "mmaccel eval"
     )
