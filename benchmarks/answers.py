@@ -33,10 +33,10 @@ from scipy.stats import binomtest
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmaccel.accelerate.tuned import fingerprint
-from mmaccel.cli.ask import shipped
 from mmaccel.cli.shared.measure import percent
 from mmaccel.cli.shared.text import markdown, put_between
 from mmaccel.errors import MmaccelError
+from mmaccel.families.load import MODELS, located
 from mmaccel.programs.bench import provenance
 from mmaccel.programs.evaluate import Question, ask_suite, batches
 from mmaccel.programs.tune.confidence import interval
@@ -186,17 +186,17 @@ def recipe_of(title: str) -> Recipe:
     return found.override(retain=float(budget)) if budget else found
 
 
-def judged(one: AnsweredBatch, recipe: Recipe, folder: Path) -> Measurement:
+def judged(one: AnsweredBatch, recipe: Recipe, folder: str) -> Measurement:
     """A recipe on one batch of questions, for the model of ``folder``."""
     names = {stage.method for stage in recipe.stages}
     if names & {*_DRAFTED}:
-        recipe = recipe.override(draft=str(folder))
+        recipe = recipe.override(draft=folder)
     if not names & {*_CROPPING}:
         return one.measure(recipe)
     measured = Measurement()
     for question, prompt in one.batch:
         alone = AnsweredBatch(one.model, one.processor, [(question, prompt)], one.longest, timed=False)
-        measured += alone.measure(recipe.override(query=prompt.question, clip_model=str(folder.with_name("mini-clip"))))
+        measured += alone.measure(recipe.override(query=prompt.question, clip_model=str(MODELS / "mini-clip")))
     return measured
 
 
@@ -213,7 +213,7 @@ def asked(kind: str, count: int) -> list[Question]:
 def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
     """Ask batch by batch until all is asked or the minutes are over; ``report`` is filled and written after each recipe."""
     torch.set_num_threads(args.threads)
-    folder = shipped().with_name(report["model"])
+    folder = located(report["model"])
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = AutoProcessor.from_pretrained(folder)
     if report.setdefault("fingerprint", fingerprint(model)) != fingerprint(model):

@@ -77,7 +77,7 @@ fi
 if has torchvision; then
   limit=(--retain 0.5 0.25 0.1 --limit 20 --batch-size 60)
   [ -n "$dry" ] && limit=(--retain 0.25 --suite colour --limit 2 --batch-size 2)
-  for folder in mmaccel/models/*/; do
+  for folder in mmaccel/models/*/ packages/mmaccel-models/mmaccel_models/*/; do
     [ -f "$folder/processor_config.json" ] || [ -f "$folder/chat_template.jinja" ] || continue
     name=$(basename "$folder")
     step "eval $name" 60 "$python" -m mmaccel eval --model "$folder" --recipe balanced "${limit[@]}" --json "$out/eval-$name.json"

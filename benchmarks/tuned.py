@@ -24,10 +24,10 @@ from answers import FRAMES, KINDS, SIDES, asked, sign_test, write
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmaccel.accelerate.tuned import fingerprint
-from mmaccel.cli.ask import shipped
 from mmaccel.cli.shared.measure import percent
 from mmaccel.cli.shared.text import markdown, put_between
 from mmaccel.errors import MmaccelError
+from mmaccel.families.load import located
 from mmaccel.programs.bench import provenance
 from mmaccel.programs.evaluate import Question, ask_suite, batches
 from mmaccel.programs.tune.baselines import at_equal_cost
@@ -51,7 +51,7 @@ def questions(kind: str, count: int) -> list[Question]:
 def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
     """Search, then ask; ``report`` is filled and written after each recipe."""
     torch.set_num_threads(args.threads)
-    folder = shipped().with_name(report["model"])
+    folder = located(report["model"])
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = AutoProcessor.from_pretrained(folder)
     if report.setdefault("fingerprint", fingerprint(model)) != fingerprint(model):

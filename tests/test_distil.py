@@ -22,8 +22,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmaccel import Learned, MmaccelError, UnsupportedError, accelerate_vlm, accelerated, get_recipe, prepare
 from mmaccel.cli import main
-from mmaccel.cli.ask import shipped
 from mmaccel.families import families, family_of
+from mmaccel.families.load import located
 from mmaccel.integrations.vllm.architectures import ARCHITECTURES
 from mmaccel.integrations.vllm.plan import ServingPlan
 from mmaccel.integrations.vllm.settings import Settings
@@ -582,7 +582,7 @@ def test_a_selector_is_a_recipe_by_its_folder(tmp_path):
 @pytest.mark.parametrize("name", ["mini-llava", "mini-llava-deep", "mini-qwen-vl"])
 def test_shipped_models_have_one(name):
     """It is theirs, small, and picks otherwise than the rule it begins with."""
-    folder = shipped().with_name(name)
+    folder = Path(located(name))
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = AutoProcessor.from_pretrained(folder)
     (batch,) = batches(ask_suite(["reading"], 4), 4)

@@ -179,7 +179,8 @@ def of_benchmark(path):
 
 def test_the_benchmark_knows_every_shipped_vlm_and_what_is_registered_for_it(stand_in):
     models = of_benchmark("run.py").MODELS
-    shipped = {folder.parent.name for folder in (ROOT / "mmaccel" / "models").glob("*/processor_config.json")}
+    places = (ROOT / "mmaccel" / "models", ROOT / "packages" / "mmaccel-models" / "mmaccel_models")
+    shipped = {folder.parent.name for place in places for folder in place.glob("*/processor_config.json")}
     assert set(models) == shipped
     assert {wrapper.ours for wrapper in models.values()} <= {manifest.model_id for manifest in plugin.manifests()}
 

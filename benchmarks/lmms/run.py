@@ -27,9 +27,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmaccel.cli.ask import shipped
 from mmaccel.cli.shared.measure import percent
 from mmaccel.cli.shared.text import markdown, put_between
+from mmaccel.families.load import located
 from mmaccel.programs.bench import provenance
 from mmaccel.programs.identity import code_identity
 from mmaccel.suite import IMAGE_TASKS, VIDEO_TASKS, export, make_suite
@@ -87,7 +87,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write JSON here")
     parser.add_argument("--update", type=Path, help="write the table between the marks of this page")
     args = parser.parse_args()
-    model = shipped().with_name(args.model)
+    model = Path(located(args.model))
     recipes = args.recipes or MODELS[args.model].recipes
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,13 +55,34 @@ def _only_downloads() -> Iterator[None]:
 
 #: the folders of models that come with the package
 MODELS = Path(__file__).parents[1] / "models"
+#: models that the package mmaccel-models holds
+LARGER = ("mini-llava-deep",)
+#: the folder of that package in a checkout
+_CHECKOUT = Path(__file__).parents[2] / "packages" / "mmaccel-models" / "mmaccel_models"
 
 
 def located(name: str) -> str:
-    """The folder of a model that comes with the package, for its short name (``mini-llava``); any other name unchanged. A
-    folder of that name in the working directory comes first."""
-    ours = name == Path(name).name and (MODELS / name / "config.json").is_file()
-    return str(MODELS / name) if ours and not Path(name).is_dir() else name
+    """The folder of a model that comes with mmaccel or mmaccel-models, for its short name (``mini-llava``); any other name
+    unchanged. A folder of that name in the working directory comes first.
+
+    Raises
+    ------
+    MmaccelError
+        If the model is one of mmaccel-models, and that package is not installed.
+    """
+    if name != Path(name).name or Path(name).is_dir():
+        return name
+    larger = find_spec("mmaccel_models")
+    places = [MODELS, _CHECKOUT, *map(Path, (larger.submodule_search_locations or ()) if larger else ())]
+    for folder in (place / name for place in places):
+        if (folder / "config.json").is_file():
+            return str(folder)
+    if name in LARGER:
+        raise MmaccelError(
+            f"{name!r} is in the package mmaccel-models, which is not installed; run: pip install 'mmaccel[models]' (in a "
+            "checkout of mmaccel: pip install ./packages/mmaccel-models)."
+        )
+    return name
 
 
 def load(
@@ -75,7 +97,8 @@ def load(
 
     Parameters
     ----------
-    name : a folder, a hub id, or the short name of a model that comes with mmaccel (``mini-llava``, ``mini-qwen-vl``).
+    name : a folder, a hub id, or the short name of a model that comes with mmaccel (``mini-llava``, ``mini-qwen-vl``) or
+        mmaccel-models (``mini-llava-deep``).
         ``smol-pages`` is a model of pages of text around a pretrained language model (:mod:`mmaccel.families.pages`).
     device : by default cuda if there is one.
     dtype : of the weights; ``auto`` is as stored, on the CPU float32.

@@ -23,8 +23,8 @@ class HOMER(Ranking, ChunkMethod):
     costs ``c (C + T)^2`` in place of ``(c C + T)^2``.
 
     Use it for prompts that do not fit the model; where they do, chunks lose answers about places: at half of the tokens
-    mini-llava-deep answers 58 % of 72 questions, with ``fastv`` 83 % (``mmaccel eval --model mmaccel/models/mini-llava-deep
-    --limit 8 --recipe homer fastv --retain 0.5``, on a CPU).
+    mini-llava-deep answers 58 % of 72 questions, with ``fastv`` 83 % (``mmaccel eval --model mini-llava-deep --limit 8
+    --recipe homer fastv --retain 0.5``, on a CPU).
 
     By default a chunk has as many tokens as stay in the end (the authors' chunks and target are 2,048 each), and at most half
     of the model's positions where the prompt exceeds them. A picture that keeps everything in a prompt that fits is one chunk,

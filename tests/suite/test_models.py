@@ -11,20 +11,13 @@ from PIL import Image
 from tail import few
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-import mmaccel
+from mmaccel.families.load import MODELS, located
 from mmaccel.programs.evaluate import Row, evaluate
 from mmaccel.suite import IMAGE_TASKS, VIDEO_TASKS, is_right, make_item
 from training.evaluate import LONGEST_ANSWER, blanked, questions, sample_answers
 from training.results import PAGES, renewed
 
-MODELS = Path(mmaccel.__file__).parent / "models"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-
-
-def folder_of(name: str) -> Path:
-    if not (MODELS / name).is_dir():
-        pytest.skip(f"{name} is not shipped yet")
-    return MODELS / name
 
 
 def recorded(folder: Path) -> dict:
@@ -34,7 +27,7 @@ def recorded(folder: Path) -> dict:
 @pytest.fixture(scope="module", params=few(["mini-llava", "mini-llava-deep", "mini-qwen-vl"], ["mini-llava"]))
 def shipped(request):
     """Folder, model, processor, and the model's answers to the sample questions."""
-    folder = folder_of(request.param)
+    folder = Path(located(request.param))
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     processor = AutoProcessor.from_pretrained(folder)
     return folder, model, processor, sample_answers(model, processor, "test")
@@ -82,7 +75,7 @@ def test_generate_gives_the_same_answers(shipped):
 @pytest.fixture(scope="module")
 def clip():
     open_clip = pytest.importorskip("open_clip", reason="mini-clip needs open_clip: pip install 'mmaccel[clip]'")
-    folder = folder_of("mini-clip")
+    folder = MODELS / "mini-clip"
     model, preprocess = open_clip.create_model_from_pretrained(f"local-dir:{folder}")
     return folder, model.eval(), preprocess, open_clip.get_tokenizer(f"local-dir:{folder}")
 
@@ -93,8 +86,8 @@ def test_the_tower_of_mini_clip_is_that_of_mini_llava(clip):
     from training.clip import tokens
 
     _, model, preprocess, _ = clip
-    llava = AutoModelForImageTextToText.from_pretrained(folder_of("mini-llava"), dtype=torch.float32).eval()
-    processor = AutoProcessor.from_pretrained(folder_of("mini-llava"))
+    llava = AutoModelForImageTextToText.from_pretrained(MODELS / "mini-llava", dtype=torch.float32).eval()
+    processor = AutoProcessor.from_pretrained(MODELS / "mini-llava")
     pictures = [Image.fromarray(make_item("colour", "test", index).pictures(112)[0]) for index in range(2)]
     pixels = processor.image_processor(images=pictures, return_tensors="pt")["pixel_values"]
     ours = torch.stack([preprocess(picture) for picture in pictures])

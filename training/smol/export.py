@@ -1,6 +1,6 @@
 """Write a checkpoint of ``mini-smol`` as an adapted model (:mod:`mmaccel.families.adapted`), in float16.
 
-``python -m training.smol.export --work DIR --to mmaccel/models/mini-smol``
+``python -m training.smol.export --work DIR --to packages/mmaccel-models/mmaccel_models/mini-smol``
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from training.train import Probes, Sight
 
 PIXELS, PATCH = 200, 10
 GRID = PIXELS // PATCH
-START = Path("mmaccel/models/mini-llava-deep/model.safetensors")
+START = Path("packages/mmaccel-models/mmaccel_models/mini-llava-deep/model.safetensors")
 DEEPEST = 2
 """So many characters of a cell are labelled."""
 

@@ -77,8 +77,8 @@ class ModelOptions:
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Folder, hub id, or short name of one that comes with mmaccel (mini-llava, mini-llava-deep, mini-qwen-vl).  "
-            "[default: mini-llava, for videos mini-qwen-vl]",
+            help="Folder, hub id, or short name of one that comes with mmaccel (mini-llava, mini-qwen-vl) or mmaccel-models "
+            "(mini-llava-deep).  [default: mini-llava, for videos mini-qwen-vl]",
         ),
     ] = None
     device: Device = None

@@ -1,0 +1,102 @@
+"""The distributions mmaccel and mmaccel-models: what is in them, how large they are, and how models are found."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+import zlib
+from pathlib import Path
+
+import pytest
+
+import mmaccel
+from mmaccel.cli import main
+from mmaccel.families import load as loading
+from mmaccel.families.load import LARGER, MODELS, located
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "packages" / "mmaccel-models"
+#: the folders of a wheel, and the most bytes that it may have
+WHEELS = {
+    "mmaccel": ([ROOT / "mmaccel", ROOT / "kernels" / "mmaccel_kernels", ROOT / "demo" / "mmaccel_demo"], 20e6),
+    "mmaccel_models": ([PACKAGE / "mmaccel_models"], 40e6),
+}
+LARGE = LARGER[0]
+
+
+def files(folder: Path) -> list[Path]:
+    """What a wheel takes of a folder."""
+    return [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+
+
+@pytest.mark.parametrize("name", WHEELS)
+def test_what_goes_into_a_wheel_is_small(name: str) -> None:
+    folders, most = WHEELS[name]
+    assert sum(len(zlib.compress(path.read_bytes())) for folder in folders for path in files(folder)) < most
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", WHEELS)
+def test_a_built_wheel_is_small_and_whole(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("build")
+    folders, most = WHEELS[name]
+    source = ROOT if name == "mmaccel" else PACKAGE
+    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path), str(source)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith(f"{name}-{mmaccel.__version__}-") and wheel.stat().st_size < most
+    inside = {one for one in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in one}
+    assert inside == {path.relative_to(folder.parent).as_posix() for folder in folders for path in files(folder)}
+
+
+def test_the_two_fit_each_other() -> None:
+    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text("utf-8"))["project"]
+    main = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert (project["name"], project["version"]) == ("mmaccel-models", mmaccel.__version__)
+    assert main["optional-dependencies"]["models"] == [f"mmaccel-models>={mmaccel.__version__.rpartition('.')[0]}"]
+    assert (PACKAGE / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    held = [path.name for path in (PACKAGE / "mmaccel_models").iterdir() if (path / "config.json").is_file()]
+    assert sorted(held) == sorted(LARGER), "LARGER in mmaccel/families/load.py names the models of mmaccel-models"
+    readme = (PACKAGE / "README.md").read_text("utf-8")
+    assert all(f"| `{name}` |" in readme for name in LARGER)
+    assert not [name for name in LARGER if (MODELS / name).exists()]
+
+
+def test_larger_models_are_found_in_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Path(located(LARGE)) == PACKAGE / "mmaccel_models" / LARGE
+
+
+def test_larger_models_are_found_in_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As installed: no checkout around the package, and no import of mmaccel_models."""
+    installed = tmp_path / "site" / "mmaccel_models"
+    shutil.copytree(PACKAGE / "mmaccel_models", installed, copy_function=lambda a, b: Path(b).symlink_to(a))
+    monkeypatch.setattr(loading, "_CHECKOUT", tmp_path / "packages")
+    monkeypatch.syspath_prepend(str(installed.parent))
+    monkeypatch.chdir(tmp_path)
+    assert Path(located(LARGE)) == installed / LARGE
+    model, _ = mmaccel.load(LARGE, device="cpu")
+    assert model.config.text_config.num_hidden_layers == 12
+    assert "mmaccel_models" not in sys.modules
+
+
+def test_a_missing_larger_model_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loading, "_CHECKOUT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(mmaccel.MmaccelError, match="mmaccel-models, which is not installed") as caught:
+        mmaccel.load(LARGE)
+    assert "pip install 'mmaccel[models]'" in str(caught.value) and "\n" not in str(caught.value)
+    for command in (["eval", "--limit", "1"], ["ask", "photo.png", "what is this?"]):
+        if "ask" in command:
+            (tmp_path / "photo.png").write_bytes((ROOT / "docs" / "kept.png").read_bytes())
+        assert main([*command, "--model", LARGE]) == 2
+        told = capsys.readouterr().err
+        assert "pip install 'mmaccel[models]'" in told and "Traceback" not in told
+    # a folder of this name comes first, as for every name
+    (tmp_path / LARGE).mkdir()
+    assert located(LARGE) == LARGE
