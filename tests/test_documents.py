@@ -23,6 +23,7 @@ from typing import Any
 
 import cells
 import docstrings
+import front_figure
 import kept_pictures
 import method_pages
 import numpy as np
@@ -368,6 +369,21 @@ def test_readme_is_a_page() -> None:
         'python -m pip install ".[test]" && python -m pytest',
     ]
     assert [line for line in lines if "pip install" in line and "&&" in line][:2] == two
+
+
+def test_the_figure_of_the_readme_shows_what_was_measured(tmp_path: Path) -> None:
+    """It has what is gained and what it costs, and the sentence that describes it has its figures."""
+    shown = front_figure.bars()
+    assert len(shown) >= 5 and all(bar.low < bar.kept < bar.high and bar.speedup > 1 for bar in shown)
+    best, counts = shown[0], sorted({bar.questions for bar in shown})
+    text = " ".join(text_of("README.md").split())
+    said = f"{best.recipe} reads the prompt {best.speedup:.1f} times as fast and keeps {100 * best.kept:.0f} % of the answers]"
+    assert said in text and f"to {counts[0]} to {counts[-1]} questions" in text
+    tokens = {row["visual_tokens"] for row in method_pages.record(front_figure.SPEED)["prefill"]}
+    assert all(f"{count:,} visual tokens" in text for count in tokens)
+    front_figure.draw(tmp_path / "figure.png")
+    with Image.open(tmp_path / "figure.png") as drawn, Image.open(ROOT / "docs" / "gain-and-cost.png") as published:
+        assert drawn.size == published.size
 
 
 def test_every_page_of_the_documentation_is_reached_from_the_readme() -> None:

@@ -56,7 +56,7 @@ def test_with_an_address_links_lead_to_files_of_this_version(tmp_path: Path) -> 
     assert not RELATIVE.search(text)
     files = re.findall(rf"\]\({address}/(?:blob|raw)/{tag}/([^)#]+)", text)
     assert len(files) == len(RELATIVE.findall(readme)) and all((ROOT / name).exists() for name in files)
-    assert "![What recipes keep" in text and f"({address}/raw/{tag}/docs/kept.png)" in text
+    assert "![Gain and cost" in text and f"({address}/raw/{tag}/docs/gain-and-cost.png)" in text
     found = dict(line.split(", ") for line in about.get_all("Project-URL"))
     assert found["Repository"] == address and found["Issues"] == f"{address}/issues"
 
