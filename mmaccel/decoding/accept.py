@@ -1,0 +1,109 @@
+"""Exact rules by which a model accepts drafts: what is emitted is distributed as without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Accepted(NamedTuple):
+    """Tokens that a verified block emits.
+
+    tokens : ``[B, n + 1]`` int64, accepted drafts and one token of the model's own; behind that -1.
+    count : ``[B]`` int64, the accepted drafts, 0 to ``n``.
+    """
+
+    tokens: Tensor
+    count: Tensor
+
+
+def accept_greedy(best: Tensor, drafts: Tensor) -> Accepted:
+    """Accept the longest prefix of the drafts that greedy decoding would have chosen, and add the token it chooses next.
+
+    Parameters
+    ----------
+    best : ``[B, n + 1]`` int64, the model's most probable token after the newest committed token and after each draft.
+    drafts : ``[B, n]`` int64, padded with -1, which is never accepted.
+    """
+    return _emitted(drafts, drafts == best[:, :-1], best)
+
+
+def accept_sampled(
+    target: Tensor, drafts: Tensor, uniform: Tensor, exponential: Tensor, draft_probabilities: Tensor | None = None
+) -> Accepted:
+    """Accept drafts by rejection sampling: every emitted token is distributed as ``target`` says, given those before.
+
+    A draft ``d`` of probability ``q(d)`` is accepted if ``u < p(d) / q(d)``. In place of the first that is not, one token is
+    drawn from ``max(p - q, 0)``; if all are accepted, one from ``p`` after the last. Where rounding leaves nothing of
+    ``max(p - q, 0)``, ``p`` is drawn from.
+
+    Parameters
+    ----------
+    target : ``[B, n + 1, V]`` float32, the model's probabilities after the newest committed token and after each draft, with
+        temperature, top-k, top-p and penalties applied.
+    drafts : ``[B, n]`` int64, padded with -1, which is never accepted.
+    uniform : ``[B, n]`` float64 in [0, 1), see :func:`random_numbers`.
+    exponential : ``[B, V]`` float32, exponentially distributed: the token drawn is that with the largest ``p / e``.
+    draft_probabilities : ``[B, n, V]`` float32, the distributions that the drafts were drawn from. None if they were not
+        drawn but chosen, so that ``q(d)`` is 1.
+    """
+    real = drafts >= 0
+    index = drafts.clamp(min=0)[..., None]
+    p = target[:, :-1].gather(2, index)[..., 0].double()
+    q = None if draft_probabilities is None else draft_probabilities.gather(2, index)[..., 0].double()
+    accepted = real & (uniform.double() * (1.0 if q is None else q) < p)
+    if q is not None:
+        accepted &= q > 0
+    count = _prefix(accepted)
+    rows = torch.arange(len(drafts), device=drafts.device)
+    own = target[rows, count]
+    if drafts.shape[1]:
+        # behind the last draft nothing is rejected
+        place = count.clamp(max=drafts.shape[1] - 1)
+        rejected = (count < drafts.shape[1]) & real[rows, place]
+        if draft_probabilities is None:
+            left = own.scatter(1, index[rows, place], 0.0)
+        else:
+            left = (own - draft_probabilities[rows, place]).clamp(min=0)
+        rejected &= left.sum(1) > 0
+        own = torch.where(rejected[:, None], left, own)
+    return _emitted(drafts, accepted, (own / exponential).argmax(1)[:, None].expand(-1, drafts.shape[1] + 1))
+
+
+def random_numbers(
+    drafts: Tensor, vocabulary: int, generators: Sequence[torch.Generator] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Random numbers of one block for :func:`accept_sampled`: ``uniform [B, n]`` and ``exponential [B, V]``.
+
+    Parameters
+    ----------
+    drafts : ``[B, n]`` int64, padded with -1 at the end.
+    vocabulary : ``V``.
+    generators : one a row, on the device of ``drafts``; a row takes numbers for its own drafts only, so that its text does not
+        depend on the rows beside it. None for torch's global one.
+    """
+    uniform = torch.ones(drafts.shape, dtype=torch.float64, device=drafts.device)
+    exponential = torch.empty(len(drafts), vocabulary, device=drafts.device)
+    if generators is None:
+        return uniform.uniform_(), exponential.exponential_()
+    for row, (generator, length) in enumerate(zip(generators, (drafts >= 0).sum(1).tolist(), strict=True)):
+        uniform[row, :length].uniform_(generator=generator)
+        exponential[row].exponential_(generator=generator)
+    return uniform, exponential
+
+
+def _prefix(accepted: Tensor) -> Tensor:
+    """How many of ``[B, n]`` bool are true before the first that is not."""
+    return accepted.long().cumprod(1).sum(1)
+
+
+def _emitted(drafts: Tensor, accepted: Tensor, own: Tensor) -> Accepted:
+    """Accepted drafts and the model's own token after them, of ``own [B, n + 1]``."""
+    count = _prefix(accepted)
+    place = torch.arange(own.shape[1], device=own.device)
+    padded = torch.nn.functional.pad(drafts, (0, 1), value=-1)
+    tokens = torch.where(place < count[:, None], padded, torch.where(place == count[:, None], own, -1))
+    return Accepted(tokens, count)
