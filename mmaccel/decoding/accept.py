@@ -13,11 +13,11 @@ class Accepted(NamedTuple):
     """Tokens that a verified block emits.
 
     tokens : ``[B, n + 1]`` int64, accepted drafts and one token of the model's own; behind that -1.
-    count : ``[B]`` int64, the accepted drafts, 0 to ``n``.
+    accepted : ``[B]`` int64, how many drafts are accepted, 0 to ``n``.
     """
 
     tokens: Tensor
-    count: Tensor
+    accepted: Tensor
 
 
 def accept_greedy(best: Tensor, drafts: Tensor) -> Accepted:

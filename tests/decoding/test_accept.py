@@ -140,7 +140,7 @@ def test_a_drafted_distribution_is_accepted_as_often_as_can_be() -> None:
     torch.manual_seed(0)
     model = Chain()
     drafts, q = model.drafted(torch.full((ROWS,), 1))
-    count = accept_sampled(model.target(drafts), drafts, *random_numbers(drafts, VOCABULARY), q).count
+    count = accept_sampled(model.target(drafts), drafts, *random_numbers(drafts, VOCABULARY), q).accepted
     overlap = float(torch.minimum(model.first, model.draft_first).sum())
     assert float((count == 1).double().mean()) == pytest.approx(overlap, abs=0.01)
 
@@ -163,7 +163,7 @@ def test_impossible_tokens_are_never_accepted() -> None:
         assert accept_sampled(target, torch.tensor([[0]]), none, torch.ones(1, 2), q).tokens.tolist() == [[1, -1]]
     # a draft that the drafter says it cannot draw
     flat, q = torch.full((1, 2, 2), 0.5), torch.tensor([[[0.0, 1.0]]])
-    assert accept_sampled(flat, torch.tensor([[0]]), none, torch.ones(1, 2), q).count.tolist() == [0]
+    assert accept_sampled(flat, torch.tensor([[0]]), none, torch.ones(1, 2), q).accepted.tolist() == [0]
 
 
 def test_a_row_draws_the_same_numbers_beside_any_others() -> None:
