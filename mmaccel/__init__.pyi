@@ -10,6 +10,7 @@ from .accelerate import (
     accelerate_vlm,
     accelerated,
     accelerated_encoder,
+    handle,
     is_accelerated,
 )
 from .core.recipe_names import RecipeName
@@ -155,6 +156,7 @@ __all__ = [
     "answer_videos",
     "get_method",
     "get_recipe",
+    "handle",
     "is_accelerated",
     "load",
     "methods",

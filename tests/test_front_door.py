@@ -18,6 +18,7 @@ from mmaccel import (
     KIVI,
     DivPrune,
     FastV,
+    Method,
     MmaccelError,
     Recipe,
     SnapKV,
@@ -30,6 +31,7 @@ from mmaccel import (
     recipes,
 )
 from mmaccel.core.figures import CallStats, EncoderStats
+from mmaccel.method import ProjectorMethod
 
 ONE = Recipe("fastv", (Stage("fastv", 0.5, {"layer": 3}),))
 SEVERAL = (Stage("divprune", 0.5), Stage("snapkv", 0.25, {"window": 16}), Stage("kivi", None, {"bits": 4}))
@@ -121,9 +123,11 @@ def test_none_is_what_the_recipe_says() -> None:
         (lambda: model("llava"), "^A LlavaForConditionalGeneration is not a recipe"),
         (lambda: None, "^None is not a recipe"),
         (lambda: ["divprune", 3], "^3 is not a recipe"),
+        (lambda: type("Mine", (ProjectorMethod,), {}), "^Mine has no `name`; give the class a unique name"),
+        (lambda: type("Mine", (Method,), {"name": "mine"}), "^Mine works at no site; derive it from a base class in"),
         (
-            lambda: type("Mine", (DivPrune,), {"name": "mine"}),
-            "Mine is not a registered method; decorate the class with",
+            lambda: type("Mine", (ProjectorMethod,), {"name": "mine"}),
+            "^Method 'mine': Can't instantiate abstract class",
         ),
         (lambda: [SnapKV(), DivPrune()], "order of the sites"),
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, assert_type
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 import mmaccel
 from mmaccel import (
@@ -21,6 +21,7 @@ from mmaccel import (
     MmaccelError,
     Recipe,
     RecipeName,
+    Reduction,
     SnapKV,
     Stage,
     VideoSession,
@@ -29,6 +30,7 @@ from mmaccel import (
     accelerated,
     is_accelerated,
 )
+from mmaccel.method import ProjectorMethod, TokenBatch
 
 
 class Model(nn.Module):
@@ -55,7 +57,24 @@ def ways_to_say_it(model: Model, folder: Path, processor: Any) -> None:
         assert_type(is_accelerated(fast), bool)
 
 
+class LargestNorm(ProjectorMethod):
+    """A method that nobody registers."""
+
+    name = "largest-norm"
+    order: float = 2.0
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        return Reduction.top(tokens.features.norm(p=self.order, dim=-1), tokens.valid, count)
+
+
+def ones_own(model: Model) -> None:
+    accelerate_vlm(model, LargestNorm(order=1.0), retain=0.25)
+    accelerate_vlm(model, [LargestNorm, "snapkv"])
+
+
 def what_is_wrong(model: Model) -> None:
+    mmaccel.handle(model).statistics()  # type: ignore[attr-defined]
+    mmaccel.handle("model")  # type: ignore[arg-type]
     accelerate_vlm(model, retain="0.5")  # type: ignore[arg-type]
     accelerate_vlm(model, 3)  # type: ignore[arg-type]
     name: RecipeName = "fast-v"  # type: ignore[assignment]
@@ -70,6 +89,10 @@ def what_was_done(model: Model) -> str:
     handle = Accelerator.on(model)
     if handle is None:
         raise MmaccelError("The model is bare; accelerate it.")
+    assert_type(mmaccel.handle(model), Accelerator)
+    assert_type(mmaccel.handle(model).stats().visual_tokens_kept, int)
+    assert_type(mmaccel.handle(model).stats().notes, list[str])
+    mmaccel.handle(model).remove()
     said = handle.stats()
     assert_type(said.kv_bytes, int)
     assert_type(said.seconds, dict[str, float])

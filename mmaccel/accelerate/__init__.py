@@ -1,7 +1,7 @@
 """Wrappers that accelerate models and stand-alone image encoders."""
 
 from .encoder import EncoderAccelerator, accelerate_encoder, accelerated_encoder
-from .vlm import Accelerator, accelerate_vlm, accelerated, is_accelerated
+from .vlm import Accelerator, accelerate_vlm, accelerated, handle, is_accelerated
 
 __all__ = [
     "Accelerator",
@@ -10,5 +10,6 @@ __all__ = [
     "accelerate_vlm",
     "accelerated",
     "accelerated_encoder",
+    "handle",
     "is_accelerated",
 ]

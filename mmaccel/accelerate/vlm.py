@@ -18,7 +18,7 @@ from ..core.reduction import Reduction
 from ..core.stats import Stats
 from ..core.transformers_api import cache_in, cache_names
 from ..core.transformers_api import check as check_transformers
-from ..errors import UnsupportedError
+from ..errors import MmaccelError, UnsupportedError
 from ..families import Family, family_of
 from ..families.base import Wrapper
 from ..kv.cache import state_of, static_view_of
@@ -382,8 +382,9 @@ def accelerate_vlm(
     ----------
     model : a ``...ForConditionalGeneration`` model of a supported family (or a PEFT model around one). It keeps its class;
         a model that is accelerated already gets the new recipe instead.
-    recipe : the name of a recipe or method; a method with its options, such as ``FastV(layer=3)``; a :class:`Recipe`, its
-        content as a mapping, or a JSON file; or several of these in a list, in the order of their sites.
+    recipe : the name of a recipe or method; a method with its options, such as ``FastV(layer=3)``, also one of a class of yours
+        that is not registered; a :class:`Recipe`, its content as a mapping, or a JSON file; or several of these in a list, in
+        the order of their sites.
     retain : what is kept of every picture and clip: a float is the share of its visual tokens, an int their number. By default
         as the recipe says.
     processor : needed by families whose prompt only the tokenizer can read (InternVL, SmolVLM: to know which tiles and
@@ -491,4 +492,30 @@ def is_accelerated(model: Any) -> bool:
     return isinstance(handle, Accelerator) and handle.attached
 
 
-__all__ = ["Accelerator", "accelerate_vlm", "accelerated", "is_accelerated"]
+def handle(model: nn.Module) -> Accelerator:
+    """The handle ``model.mmaccel`` of an accelerated model, with its type for type checkers and editors.
+
+    Raises
+    ------
+    MmaccelError
+        If it is not a model, or not accelerated by :func:`accelerate_vlm`; the handle of an image encoder is
+        ``EncoderAccelerator.on(encoder)``.
+
+    Examples
+    --------
+    >>> model = accelerate_vlm(model, "divprune")
+    >>> tokens = model.generate(**inputs, max_new_tokens=4)
+    >>> handle(model).stats().visual_tokens_kept
+    49
+    >>> handle(model).remove()
+    """
+    found = Accelerator.on(_model(model))
+    if found is not None:
+        return found
+    kind = type(model).__name__
+    if isinstance(getattr(model, "mmaccel", None), Handle):
+        raise MmaccelError(f"This {kind} is an accelerated encoder; get its handle by EncoderAccelerator.on(encoder).")
+    raise MmaccelError(f"This {kind} is not accelerated; call mmaccel.accelerate_vlm(model) first.")
+
+
+__all__ = ["Accelerator", "accelerate_vlm", "accelerated", "handle", "is_accelerated"]

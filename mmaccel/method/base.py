@@ -106,6 +106,25 @@ class ModelFacts(TowerFacts, Protocol):
         """The output projection of the attention of a layer, or None."""
 
 
+def as_dataclass(cls: type[Method]) -> None:
+    """Make a class of methods a frozen dataclass, so that its annotated attributes are its options, unless it is one, or has an
+    ``__init__`` of its own or from a base."""
+    owner = next(one for one in cls.__mro__ if "__init__" in vars(one))
+    if owner is not cls and (owner is object or "__dataclass_params__" in vars(owner)):
+        dataclass(frozen=True)(cls)
+
+
+def check_class(cls: type[Method]) -> None:
+    """Raise :class:`MmaccelError` if a class of methods has no name or no site."""
+    name = getattr(cls, "name", None)
+    if not isinstance(name, str) or not name:
+        raise MmaccelError(f"{cls.__qualname__} has no `name`; give the class a unique name such as 'my-method'.")
+    if not hasattr(cls, "site"):
+        raise MmaccelError(
+            f"{cls.__qualname__} works at no site; derive it from a base class in mmaccel.method, such as ProjectorMethod."
+        )
+
+
 class Method(ABC):
     """Base of every method. Class attributes describe the method; instance fields are its options.
 
@@ -138,6 +157,11 @@ class Method(ABC):
     limits: ClassVar[Mapping[str, Limit]] = {}
     #: whether it does what the authors' program does where that differs from the paper; no option, see :meth:`by`
     official: bool = False
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """An instance; a class that nobody has registered becomes a dataclass first, to take its options."""
+        as_dataclass(cls)
+        return super().__new__(cls)
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

@@ -2,7 +2,6 @@
 
 import difflib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pkgutil import iter_modules
@@ -10,7 +9,7 @@ from types import ModuleType
 from typing import Any, TypeVar, dataclass_transform
 
 from ..errors import MmaccelError, first_line
-from .base import Method
+from .base import Method, as_dataclass, check_class
 
 T = TypeVar("T", bound=type[Method])
 
@@ -33,7 +32,7 @@ def register(method: T) -> T:
     Raises
     ------
     MmaccelError
-        If the class has no name, or another method has it already.
+        If the class has no name or no site, or another method has its name.
 
     Examples
     --------
@@ -48,15 +47,17 @@ def register(method: T) -> T:
     >>> model = accelerate_vlm(model, "first-tokens", retain=9)
     >>> model.mmaccel.remove()
     """
-    name = getattr(method, "name", None)
-    if not isinstance(name, str) or not name:
-        raise MmaccelError(f"{method.__qualname__} has no `name`; give the class a unique name such as 'my-method'.")
-    if "__init__" not in vars(method):
-        dataclass(frozen=True)(method)
-    known = _methods.get(name)
-    if known is not None and known.__qualname__ != method.__qualname__:
-        raise MmaccelError(f"The name {name!r} is taken by {known.__module__}.{known.__qualname__}; choose another.")
-    _methods[name] = method
+    check_class(method)
+    as_dataclass(method)
+    if not method.__module__.startswith("mmaccel."):
+        # whose names are taken before those of a user
+        _import_shipped()
+    known = _methods.get(method.name)
+    if known is not None and (known.__module__, known.__qualname__) != (method.__module__, method.__qualname__):
+        raise MmaccelError(
+            f"The name {method.name!r} is taken by {known.__module__}.{known.__qualname__}; choose another."
+        )
+    _methods[method.name] = method
     return method
 
 
@@ -125,6 +126,12 @@ def _package(point: EntryPoint) -> str:
     return "A package" if point.dist is None else f"The package {point.dist.name!r}"
 
 
+def _import_shipped() -> None:
+    for room in _ROOMS:
+        for name in files(import_module(f"mmaccel.{room}")):
+            import_module(name)
+
+
 def _load() -> None:
     global _loaded
     if _loaded:
@@ -132,9 +139,7 @@ def _load() -> None:
     # a file that looks up a method while it is loaded sees those before it
     _loaded = True
     try:
-        for room in _ROOMS:
-            for name in files(import_module(f"mmaccel.{room}")):
-                import_module(name)
+        _import_shipped()
         for offer in offered(ENTRY_POINTS, Method):
             # a module registers its methods when it is imported
             if isinstance(offer, type):

@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 
 from ..core.recipe_names import RecipeName
 from ..errors import MmaccelError
-from ..method.base import Method, Variant
+from ..method.base import Method, Variant, as_dataclass, check_class
 from ..method.registry import methods, suggest
-from .recipe import Positions, Proportional, Recipe, Stage
+from .recipe import OwnStage, Positions, Proportional, Recipe, Stage
 
 #: what says what runs: a name (any text, but editors offer the known ones), a method or its class, a stage, a recipe, the
 #: content or the path of a JSON file
@@ -25,6 +25,11 @@ RecipeLike: TypeAlias = Part | Sequence[Part] | Iterator[Part]
 def recipes() -> dict[str, Recipe]:
     """All recipes by name: composed ones, and one for every method alone.
 
+    Raises
+    ------
+    MmaccelError
+        If a method of yours has the name of a composed recipe.
+
     Examples
     --------
     >>> recipes()["balanced"]
@@ -34,6 +39,12 @@ def recipes() -> dict[str, Recipe]:
     from .cookbook import COOKBOOK
 
     alone = {name: _alone(m, Stage(name, m.default_retain)) for name, m in methods().items()}
+    for one in COOKBOOK:
+        if one.name in alone:
+            taken = methods()[one.name]
+            raise MmaccelError(
+                f"The method {taken.__module__}.{taken.__qualname__} has the name of the recipe {one.name!r}; choose another."
+            )
     return dict(sorted({**alone, **{one.name: one for one in COOKBOOK}}.items()))
 
 
@@ -51,9 +62,9 @@ def get_recipe(
 
     Parameters
     ----------
-    which : the name of a recipe or method; a method with its options, such as ``FastV(layer=3)``, or its class; a
-        :class:`Stage`; a :class:`Recipe`; its content as a mapping, or a JSON file; the folder of a selector (see
-        :class:`~mmaccel.Learned`); or several of these, in the order of their sites.
+    which : the name of a recipe or method; a method with its options, such as ``FastV(layer=3)``, or its class, also one of
+        yours that is not registered; a :class:`Stage`; a :class:`Recipe`; its content as a mapping, or a JSON file; the
+        folder of a selector (see :class:`~mmaccel.Learned`); or several of these, in the order of their sites.
     retain, positions, variant, text_retain, proportional, **options : see :func:`mmaccel.accelerate_vlm`; None is as the recipe
         says.
 
@@ -148,12 +159,13 @@ def _alone(method: type[Method], stage: Stage) -> Recipe:
 def _of_method(which: Method | type[Method]) -> Recipe:
     """The recipe of a method class, or of an instance with its options."""
     kind = which if isinstance(which, type) else type(which)
-    name = getattr(kind, "name", None)
-    if methods().get(name or "") is not kind:
-        raise MmaccelError(
-            f"{kind.__qualname__} is not a registered method; decorate the class with @mmaccel.register."
-        )
-    return _alone(kind, Stage(kind.name, kind.default_retain, {} if isinstance(which, type) else which.options()))
+    check_class(kind)
+    as_dataclass(kind)
+    name, retain, options = kind.name, kind.default_retain, {} if isinstance(which, type) else which.options()
+    if isinstance(which, Method) and "__dataclass_params__" not in vars(kind):
+        return _alone(kind, OwnStage(name, retain, own=which))
+    known = methods().get(name) is kind
+    return _alone(kind, Stage(name, retain, options) if known else OwnStage(name, retain, options, own=kind))
 
 
 def _joined(parts: list[Recipe]) -> Recipe:

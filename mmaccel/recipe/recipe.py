@@ -58,6 +58,11 @@ class Stage:
         budget = "" if kept is None else f" {kept} a picture" if isinstance(kept, int) else f" {100 * kept:.3g} %"
         return ", ".join([f"{self.method}{budget}", *(f"{name}={value!r}" for name, value in self.options.items())])
 
+    @property
+    def kind(self) -> type[Method]:
+        """The class of the method. Raises MmaccelError if there is none of that name."""
+        return get_method(self.method)
+
     def build(self) -> Method:
         """The method with its options, validated.
 
@@ -66,7 +71,7 @@ class Stage:
         MmaccelError
             If the method is unknown, an option does not exist, or a value is not valid.
         """
-        cls = get_method(self.method)
+        cls = self.kind
         names = _options(cls)
         for option in self.options:
             if option not in names:
@@ -74,17 +79,54 @@ class Stage:
                     f"Method {self.method!r} has no option {option!r}; it has {', '.join(sorted(names)) or 'none'}."
                 )
         hints = option_types(cls) if self.options else {}
+        options = {}
         for option, value in self.options.items():
             hint = hints.get(option)
+            if isinstance(value, Loaded) and Loaded not in (hint, *typing.get_args(hint)):
+                value = value.model
             if not _fits(value, hint):
                 wanted = hint.__name__ if isinstance(hint, type) else hint
                 raise MmaccelError(f"Method {self.method!r}: {option}={value!r} is of the wrong type; give {wanted}.")
+            options[option] = value
         try:
-            return cls(**self.options)
+            return cls(**options)
         except MmaccelError:
             raise
         except (TypeError, ValueError) as error:
             raise MmaccelError(f"Method {self.method!r}: {error}") from error
+
+    def check_json(self) -> None:
+        """Raise MmaccelError if JSON has no word for the method or an option."""
+        for option, value in self.options.items():
+            if isinstance(value, Loaded):
+                raise MmaccelError(
+                    f"{option}={value!r} of {self.method!r} is a loaded model, for which JSON has no word; save it and "
+                    "name the folder."
+                )
+
+
+@dataclass(frozen=True, repr=False)
+class OwnStage(Stage):
+    """A stage with a method that its name alone does not give: ``own`` is a class that is not registered, or an instance of a
+    class with an ``__init__`` of its own, which has no options."""
+
+    own: Any = None
+
+    @property
+    def kind(self) -> type[Method]:
+        """The class of the method."""
+        return self.own if isinstance(self.own, type) else type(self.own)
+
+    def build(self) -> Method:
+        """The instance, or the class with its options, validated as by :meth:`Stage.build`."""
+        return self.own if isinstance(self.own, Method) and not self.options else super().build()
+
+    def check_json(self) -> None:
+        """Raise MmaccelError: JSON has no word for the method."""
+        raise MmaccelError(
+            f"{self.method!r} is a method of your own that is not known by this name, so JSON has no word for it; decorate its "
+            "class with @mmaccel.register, and give its options as annotated attributes."
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -143,7 +185,7 @@ class Recipe:
             raise MmaccelError(f"proportional={self.proportional!r} is unknown; use 'none', 'pictures' or 'all'.")
         if self.text_retain is not None:
             check_retain(self.text_retain, "text_retain")
-        _check_sites(self.name, [get_method(stage.method) for stage in self.stages])
+        _check_sites(self.name, [stage.kind for stage in self.stages])
         for stage in self.stages:
             if stage.retain is not None:
                 check_retain(stage.retain)
@@ -176,14 +218,14 @@ class Recipe:
     @property
     def _token_stages(self) -> list[int]:
         """The stages before and inside the language model."""
-        return [i for i, s in enumerate(self.stages) if get_method(s.method).site in _BEFORE_CACHE]
+        return [i for i, s in enumerate(self.stages) if s.kind.site in _BEFORE_CACHE]
 
     @property
     def primary(self) -> int | None:
         """The stage that ``retain`` sets: the anchor, or the last before or inside the language model, else the cache stage."""
         if self.anchor is not None:
             return self.anchor
-        kinds = [get_method(stage.method) for stage in self.stages]
+        kinds = [stage.kind for stage in self.stages]
         for wanted in (("encoder", "projector", "layers"), ("cache",), ("frames",)):
             for i in reversed(range(len(kinds))):
                 if kinds[i].site in wanted and kinds[i].budget != "none":
@@ -235,7 +277,7 @@ class Recipe:
         return dataclasses.replace(self, stages=tuple(stages))
 
     def _with_option(self, key: str, value: Any) -> Recipe:
-        options = [_options(get_method(stage.method)) for stage in self.stages]
+        options = [_options(stage.kind) for stage in self.stages]
         having = [stage for stage, names in zip(self.stages, options, strict=True) if key in names]
         if len(having) != 1:
             what = "is ambiguous" if having else "is not an option"
@@ -281,15 +323,10 @@ class Recipe:
         Raises
         ------
         MmaccelError
-            If an option is a loaded model.
+            If an option is a loaded model, or a method is not registered.
         """
         for stage in self.stages:
-            for option, value in stage.options.items():
-                if isinstance(value, Loaded):
-                    raise MmaccelError(
-                        f"{option}={value!r} of {stage.method!r} is a loaded model, for which JSON has no word; save it and "
-                        "name the folder."
-                    )
+            stage.check_json()
         return json.dumps(dataclasses.asdict(self), indent=2, default=dict)
 
     @staticmethod
@@ -326,7 +363,7 @@ class Recipe:
         if self.paper:
             lines.append(f"  paper: {self.paper}")
         for stage in self.stages:
-            m = get_method(stage.method)
+            m = stage.kind
             kept = f"{stage.retain:.0%}" if isinstance(stage.retain, float) else f"{stage.retain} a picture"
             budget = "" if stage.retain is None else f", keeps {kept}"
             options = "".join(f", {k}={v}" for k, v in stage.options.items())

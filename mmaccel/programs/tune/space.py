@@ -20,7 +20,7 @@ from ...families import Family
 from ...method import LayerMethod, Policy
 from ...method.keys import CHOICES
 from ...method.limits import option_types
-from ...method.registry import get_method, methods
+from ...method.registry import methods
 from ...recipe import Recipe, get_recipe
 from .evaluate import Evaluator, Goal
 
@@ -63,7 +63,7 @@ class Part:
     @property
     def slot(self) -> str:
         """The slot of its site."""
-        return SLOTS[get_method(self.recipe.stages[0].method).site]
+        return SLOTS[self.recipe.stages[0].kind.site]
 
     @staticmethod
     def of(recipe: Recipe, least: int, depth: int) -> Part:

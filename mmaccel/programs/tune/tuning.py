@@ -115,6 +115,7 @@ def tune(
 def _offered(recipes: Sequence[RecipeLike]) -> dict[str, Recipe]:
     by_name: dict[str, Recipe] = {}
     for one in map(get_recipe, recipes):
+        one.to_json()  # raises for what cannot be written in the end
         if by_name.setdefault(one.name, one) != one:
             raise MmaccelError(f"Two different recipes are called {one.name!r}; give one of them another name.")
     return by_name
