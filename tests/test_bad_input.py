@@ -92,7 +92,7 @@ def test_wrong_options(recipe: str, options: dict[str, Any], match: str) -> None
 
 def test_an_option_of_two_methods_is_ambiguous() -> None:
     both = [Stage("random", 0.5), Stage("test-fixed", 0.4)]
-    refused(lambda: accelerate_vlm(model("llava"), both, seed=1), "'seed' is ambiguous")
+    refused(lambda: accelerate_vlm(model("llava"), both, seed=1), "seed=1: 'seed' belongs to several methods")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@
 - ``run(...)``: does the work, prints, and returns the exit status. Its parameters are the options, as Typer reads them. A
   parameter whose type is a dataclass has the options that are its fields, see ``shared/options.py``. ``--debug`` is added;
 
-and may have ``PLACE``, its place in the list (by default the end). Heavy imports are inside functions: help needs no torch.
+and may have ``PLACE``, its place in the list (by default the end), and ``METHODS = False`` if it runs no methods: every other
+subcommand has ``--import``. Heavy imports are inside functions: help needs no torch.
 Shared code is in ``shared/``, or in a file whose name begins with an underscore.
 """
 
@@ -105,8 +106,9 @@ class _Group(TyperGroup):
             formatter.write_dl([(name, one.short_help) for name, one in self.commands.items()])
 
 
-def _spread(run: Callable[..., int]) -> Callable[..., int]:
-    """``run`` with an option for every field of parameters that are dataclasses, and with ``--debug``."""
+def _spread(run: Callable[..., int], methods: bool) -> Callable[..., int]:
+    """``run`` with an option for every field of parameters that are dataclasses, with ``--import`` if it runs ``methods``, and
+    with ``--debug``."""
     groups: dict[str, Any] = {}
     spread = []
     for one in inspect.signature(run, eval_str=True).parameters.values():
@@ -118,11 +120,21 @@ def _spread(run: Callable[..., int]) -> Callable[..., int]:
         for field in fields(one.annotation):
             default = inspect.Parameter.empty if field.default is MISSING else field.default
             spread.append(_option(field.name, hints[field.name], default))
+    imported = typer.Option(
+        "--import",
+        metavar="FILE",
+        help="A Python file that registers methods of yours, which are then known by name. Can be repeated.",
+    )
+    spread += [_option("imported", Annotated[list[str] | None, imported], None)] if methods else []
     debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
     spread.append(_option("debug", debug, False))
 
     def call(**given: Any) -> int:
         del given["debug"]  # main looks for it, since an error may come earlier
+        for file in given.pop("imported", None) or ():
+            from ..method.imported import import_methods
+
+            import_methods(file)
         arguments = {
             name: kind(**{one.name: given.pop(one.name) for one in fields(kind)}) for name, kind in groups.items()
         }
@@ -173,7 +185,7 @@ def build_app() -> typer.Typer:
             short_help=module.HELP,
             # Typer keeps the lines of a paragraph that begins so
             epilog="\n\n".join(f"\b\n{part}" for part in module.EXAMPLES.strip().split("\n\n")),
-        )(_spread(module.run))
+        )(_spread(module.run, getattr(module, "METHODS", True)))
     return app
 
 

@@ -29,7 +29,7 @@ import typer
 
 from ..errors import MmaccelError
 from . import ask
-from .shared.options import Budgets, Json, ModelOptions, Recipes, rows_of
+from .shared.options import Budgets, Json, ModelOptions, Recipes, Settings, rows_of, settings
 from .shared.text import json_file, show, working, write_json
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def run(
     ] = None,
     recipe: Recipes = None,
     retain: Budgets = None,
+    set: Settings = None,
     batch_size: Annotated[
         list[int] | None,
         typer.Option(min=1, metavar="N...", help="Requests at a time; 1 8 32 is usual.  [default: 1]"),
@@ -98,7 +99,7 @@ def run(
     for name in workload or ():
         workloads.workload(name)
     path = json_file(output)
-    recipes = rows_of(recipe or ["balanced"], retain)
+    recipes = rows_of(recipe or ["balanced"], retain, settings(set))
     subject = _subject(shape, which)
     names = workload or (_QUICK if shape in (None, "tiny", "small") else tuple(workloads.WORKLOADS))
     cases = _cases(names, max_new_tokens or [64], batch_size or ([] if concurrency else [1]), concurrency or [])

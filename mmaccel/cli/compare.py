@@ -20,7 +20,7 @@ import typer
 from ..errors import MmaccelError, UnsupportedError
 from ..programs import plots
 from .shared import measure
-from .shared.options import Json, ModelOptions, budget
+from .shared.options import Json, ModelOptions, Settings, budget, settings
 from .shared.text import json_file, show
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def run(
         list[float] | None,
         typer.Option(parser=budget, metavar="BUDGET...", help="Budgets of each recipe.  [default: 0.75 0.5 0.25 0.1]"),
     ] = None,
+    set: Settings = None,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Picture to write.")] = Path("curves.png"),
     x: Annotated[Literal["layers", "kv"], typer.Option(help="What the x-axis shows.")] = "layers",
     output: Json = None,
@@ -74,7 +75,7 @@ def run(
         raise MmaccelError(
             f"--out {str(out)!r} and --json {str(path)!r} must be two files, and neither that of --data."
         )
-    rows = measure.rows(recipe or RECIPES, retain or RETAIN)
+    rows = measure.rows(recipe or RECIPES, retain or RETAIN, settings(set))
     task = measure.Run(asked, which, context.obj, path)
     if not recipe:
         rows = _possible(task, rows)

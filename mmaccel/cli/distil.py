@@ -33,6 +33,7 @@ from .shared.options import Json, ModelOptions
 from .shared.text import json_file, table, tell
 
 PLACE = 5
+METHODS = False
 HELP = "train a small network that keeps the tokens your questions need"
 EXAMPLES = """\
 examples:

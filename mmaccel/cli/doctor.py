@@ -22,6 +22,7 @@ from .shared.options import Json
 from .shared.text import nbytes, tell, working
 
 PLACE = 9
+METHODS = False
 HELP = "check this installation"
 EXAMPLES = """\
 examples:

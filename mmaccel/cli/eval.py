@@ -19,7 +19,7 @@ from __future__ import annotations
 import typer
 
 from .shared import measure
-from .shared.options import Budgets, Json, ModelOptions, Recipes
+from .shared.options import Budgets, Json, ModelOptions, Recipes, Settings, settings
 from .shared.text import json_file, show
 
 PLACE = 3
@@ -41,11 +41,12 @@ def run(
     asked: measure.Asked,
     recipe: Recipes = None,
     retain: Budgets = None,
+    set: Settings = None,
     output: Json = None,
 ) -> int:
     """Measure and print."""
     path = json_file(output)
-    rows = measure.rows(recipe or ["balanced"], retain)
+    rows = measure.rows(recipe or ["balanced"], retain, settings(set))
     task = measure.Run(asked, which, context.obj, path)
     report = task.evaluate(rows, keep_answers=True)
     show(report, output, lambda: measure.render(report))

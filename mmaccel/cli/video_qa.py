@@ -16,8 +16,8 @@ these questions again, and no others.
 Videos are decoded in separate processes while the model works. Several questions of one video are answered from one prefill of
 it if the recipe does not look at the question.
 
-With --ray the questions are answered on a cluster, one model a GPU. Every machine of it must see the videos and the model under
-the same paths and have the same mmaccel; the answers and the file are the same as without.
+With --ray the questions are answered on a cluster, one model a GPU. Every machine of it must see the videos, the model and the
+files of --import under the same paths and have the same mmaccel; the answers and the file are the same as without.
 """
 
 from __future__ import annotations

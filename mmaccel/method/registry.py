@@ -73,6 +73,12 @@ def methods() -> dict[str, type[Method]]:
     return dict(sorted(_methods.items()))
 
 
+def forget_all_but(known: dict[str, type[Method]]) -> None:
+    """Undo every registration since ``known``, which :func:`methods` returned."""
+    _methods.clear()
+    _methods.update(known)
+
+
 def get_method(name: str) -> type[Method]:
     """The method class called ``name``; an unknown name gets the nearest known ones.
 

@@ -277,12 +277,11 @@ class Recipe:
         return dataclasses.replace(self, stages=tuple(stages))
 
     def _with_option(self, key: str, value: Any) -> Recipe:
-        options = [_options(stage.kind) for stage in self.stages]
-        having = [stage for stage, names in zip(self.stages, options, strict=True) if key in names]
+        having = [stage for stage in self.stages if key in _options(stage.kind)]
         if len(having) != 1:
-            what = "is ambiguous" if having else "is not an option"
-            known = ", ".join([*_OVERRIDES, *sorted(set().union(*options))])
-            raise MmaccelError(f"{key!r} {what} of recipe {self.name!r}; it takes {known}.")
+            what = "belongs to several methods" if having else "is not an option"
+            takes = ", ".join(overrides(self)) or "none"
+            raise MmaccelError(f"{key}={value!r:.40}: {key!r} {what} of recipe {self.name!r}; it takes {takes}.")
         new = dataclasses.replace(having[0], options={**having[0].options, key: value})
         return dataclasses.replace(self, stages=tuple(new if one is having[0] else one for one in self.stages))
 
@@ -413,6 +412,11 @@ def _refuse_pair(name: str, one: Method | type[Method], other: Method | type[Met
         raise MmaccelError(
             f"Recipe {name!r} cannot combine {one.name!r} with {other.name!r}: {why}; leave out one of them."
         )
+
+
+def overrides(recipe: Recipe) -> list[str]:
+    """Names that :meth:`Recipe.override` takes for a recipe; none for one without stages."""
+    return [*_OVERRIDES, *sorted(set().union(*(_options(one.kind) for one in recipe.stages)))] if recipe.stages else []
 
 
 def _options(cls: type[Method]) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,12 +57,15 @@ class Asked:
     pixels: Annotated[int, typer.Option(min=1, metavar="N", help="Side of the suite's pictures.")] = 112
 
 
-def rows(recipes: Sequence[str], budgets: Sequence[float] | None) -> list[Row]:
-    """Recipe ``none`` first, as the baseline, then every recipe at every budget, each once."""
+def rows(
+    recipes: Sequence[str], budgets: Sequence[float] | None, changes: Mapping[str, Any] | None = None
+) -> list[Row]:
+    """Recipe ``none`` first, as the baseline, then every recipe with its ``changes`` (:func:`.options.named`) at every
+    budget, each once."""
     from ...programs.evaluate import Row
 
     rows = [Row("none")]
-    for name, base in named(recipes):
+    for name, base in named(recipes, changes):
         # a recipe without a budget is run once among others, and refuses a budget alone
         for budget in budgets if budgets and (base.primary is not None or len(recipes) == 1) else [None]:
             rows.append(Row(base, budget))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -58,6 +58,15 @@ Recipes = Annotated[
     list[str] | None,
     typer.Option("--recipe", metavar="RECIPE...", help="Recipes, methods or JSON files.  [default: balanced]"),
 ]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="OPTION=VALUE",
+        help="Another option of the recipe, such as layer=3, of several recipes those that have it; mmaccel methods NAME lists "
+        "them. Can be repeated.",
+    ),
+]
 Budgets = Annotated[
     list[float] | None,
     typer.Option(
@@ -108,19 +117,13 @@ class RecipeOptions:
             help="0.25: share of the visual tokens to keep; 64: their number a picture or video.  [default: the recipe's]",
         ),
     ] = None
-    set: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="OPTION=VALUE",
-            help="Another option of the recipe, such as layer=3; mmaccel methods NAME lists them.",
-        ),
-    ] = None
+    set: Settings = None
 
     def changes(self) -> dict[str, Any]:
         """Changes of a recipe by ``--retain`` and ``--set``. Raises MmaccelError if a text is no option, or its
         value cannot be read."""
         changes: dict[str, Any] = {} if self.retain is None else {"retain": self.retain}
-        return changes | dict(_setting(text) for text in self.set or ())
+        return changes | settings(self.set)
 
     def chosen(self) -> Recipe:
         """The recipe, checked. Raises MmaccelError if there is none of that name, or it has no such option."""
@@ -131,10 +134,24 @@ class RecipeOptions:
         return recipe
 
 
+def settings(texts: Sequence[str] | None) -> dict[str, Any]:
+    """Options by name, from texts such as ``layer=3``. Raises MmaccelError if a text is no option, its value cannot be read, or
+    an option comes twice."""
+    changes: dict[str, Any] = {}
+    for text in texts or ():
+        key, value = _setting(text)
+        if key in changes:
+            raise MmaccelError(f"--set gives {key} twice, {changes[key]!r} and {value!r}; give one of them.")
+        changes[key] = value
+    return changes
+
+
 def _setting(text: str) -> tuple[str, Any]:
     key, sign, written = text.partition("=")
     if not sign or not key:
         raise MmaccelError(f"--set takes OPTION=VALUE, such as --set layer=3, got {text!r}.")
+    if key == "retain":
+        raise MmaccelError(f"--set {text:.40}: a budget has an option of its own; give --retain {written:.40}.")
     try:
         value = json.loads(written, parse_int=short_int)
     except json.JSONDecodeError:
@@ -144,12 +161,14 @@ def _setting(text: str) -> tuple[str, Any]:
     return key, tuple(value) if isinstance(value, list) else value
 
 
-def rows_of(recipes: Sequence[str], budgets: Sequence[float] | None) -> list[tuple[str, Recipe]]:
+def rows_of(
+    recipes: Sequence[str], budgets: Sequence[float] | None, changes: Mapping[str, Any] | None = None
+) -> list[tuple[str, Recipe]]:
     """Every recipe at every budget, once, with a title that no other has; one without a budget just once."""
     from ...core.budget import budget_text
 
     rows = {}
-    for name, base in named(recipes):
+    for name, base in named(recipes, changes):
         if not budgets or base.primary is None:
             rows[name] = base
             continue
@@ -158,15 +177,19 @@ def rows_of(recipes: Sequence[str], budgets: Sequence[float] | None) -> list[tup
     return list(rows.items())
 
 
-def named(recipes: Sequence[str]) -> list[tuple[str, Recipe]]:
+def named(recipes: Sequence[str], changes: Mapping[str, Any] | None = None) -> list[tuple[str, Recipe]]:
     """Recipes as they were given, each content once, by names that differ: of files whose recipes have one name, the name of
-    the file stands behind it."""
+    the file stands behind it.
+
+    changes : options by name (:func:`settings`). Those that a recipe takes change it, and stand behind its name. Raises
+        MmaccelError if no recipe takes one, or its value is not allowed.
+    """
     from ...programs.identity import recipe_identity
     from ...recipe import get_recipe
+    from ...recipe.recipe import overrides
 
     given: dict[str, tuple[str, Recipe]] = {}
-    for text in recipes:
-        one = get_recipe(text)
+    for text, one in _changed([(text, get_recipe(text)) for text in recipes], changes or {}):
         given.setdefault(recipe_identity(one), (text, one))
     by_name: dict[str, Recipe] = {}
     for text, one in given.values():
@@ -174,7 +197,25 @@ def named(recipes: Sequence[str]) -> list[tuple[str, Recipe]]:
         name, file = one.name, Path(text).name
         if others and text != name:
             name += f" ({text if file in [Path(other).name for other in others] else file})"
+        name += "".join(f" {key}={value}" for key, value in (changes or {}).items() if key in overrides(one))
         while name in by_name:
             name += "'"
         by_name[name] = one
     return list(by_name.items())
+
+
+def _changed(recipes: list[tuple[str, Recipe]], changes: Mapping[str, Any]) -> list[tuple[str, Recipe]]:
+    """Recipes with the options that they take."""
+    from ...recipe.recipe import overrides
+
+    known = [overrides(one) for _, one in recipes]
+    for key, value in changes.items():
+        if not any(key in names for names in known):
+            raise MmaccelError(
+                f"--set {key}={value}: no recipe of this run takes {key!r}; allowed are "
+                f"{', '.join(dict.fromkeys(name for names in known for name in names if name != 'retain')) or 'none'}."
+            )
+    return [
+        (text, one.override(**{key: value for key, value in changes.items() if key in names}))
+        for (text, one), names in zip(recipes, known, strict=True)
+    ]

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import MmaccelError, first_line
+from ...method import imported
 from .generator import Figures
 from .qa import QASettings, VideoAnswerer
 from .questions import VideoQuestion
@@ -60,12 +61,14 @@ _HELLO, _SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", b"\4"
 class _Worker:
     """A model in its own process. Its output is pickled text for Ray Data."""
 
-    def __init__(self, settings: QASettings) -> None:
+    def __init__(self, settings: QASettings, imports: Sequence[str]) -> None:
         #: records, figures, sentences and errors that are not sent yet
         self.output: list[Any] = []
         self.answerer: VideoAnswerer | None = None
         begin = time.perf_counter()
         try:
+            for file in imports:
+                imported.import_methods(file)
             self.answerer = VideoAnswerer(settings, say=self.output.append)
         except MmaccelError as error:
             # an exception here would make Ray start more workers
@@ -185,7 +188,7 @@ def _stream(settings: QASettings, jobs: Sequence[Job], workers: int, cpus: int, 
     data.context.target_max_block_size = 1
     blocks = data.map_batches(
         _Worker,
-        fn_constructor_args=(settings,),
+        fn_constructor_args=(settings, tuple(imported.files)),
         batch_size=1,
         batch_format="numpy",
         compute=ActorPoolStrategy(size=workers),
