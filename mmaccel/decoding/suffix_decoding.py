@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from struct import Struct
 from typing import NamedTuple
@@ -158,11 +158,10 @@ class SuffixDecoding(Drafter):
     factor: float = 1.0
     offset: float = 0.0
     least: float = 0.1
-    _own: CountedSuffixes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._own = CountedSuffixes(self.depth)
+        self._own = self.index()
 
     @classmethod
     def store(cls) -> Answers[CountedSuffixes]:
@@ -173,6 +172,12 @@ class SuffixDecoding(Drafter):
             self._own.extend(token)
         indexes = [self._own, *(self.earlier.automata if self.earlier is not None else ())]
         newest = tokens[-self.depth - 1 :]
-        least = _rounded(self.least)
-        chains = [one.continued(newest, most, self.factor, self.offset, least) for one in indexes]
-        return max(chains, key=lambda chain: chain.score).tokens
+        return max((self.chain(one, newest, most) for one in indexes), key=lambda chain: chain.score).tokens
+
+    def index(self) -> CountedSuffixes:
+        """An empty index of sequences."""
+        return CountedSuffixes(self.depth)
+
+    def chain(self, index: CountedSuffixes, tokens: Sequence[int], most: int) -> Chain:
+        """The best continuation of ``tokens`` by what ``index`` has counted."""
+        return index.continued(tokens, most, self.factor, self.offset, _rounded(self.least))

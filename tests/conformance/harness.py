@@ -20,6 +20,10 @@ from torch import Tensor
 from mmaccel.core.layout import Layout, Segment, Tile
 from mmaccel.core.reduction import Reduction
 from mmaccel.core.stats import Stats
+from mmaccel.decoding.accept import accept_greedy, accept_sampled
+from mmaccel.decoding.base import Drafter
+from mmaccel.decoding.drafters import get_drafter
+from mmaccel.decoding.ragged import pad_left
 from mmaccel.kv.cache import CacheState
 from mmaccel.kv.forward_info import ForwardInfo, Phase
 from mmaccel.method import DraftPolicy, LayerAttention, Method, Policy, ReadingPolicy, registry
@@ -32,8 +36,10 @@ from mmaccel.runtime.call.runs import LayerAttended, TextInputs
 
 Compare = Callable[[Mapping[str, Any], Mapping[str, Tensor]], None]
 
-#: the registered methods that were made since this was last cleared
+#: the registered methods, drafters and functions that were used since this was last cleared
 made: list[str] = []
+#: functions of the product that vectors show though they are no method
+FUNCTIONS: dict[str, Callable[..., Any]] = {one.__name__: one for one in (accept_greedy, accept_sampled, pad_left)}
 #: what comparators call that no registered method calls
 BENEATH: dict[Compare, str] = {}
 
@@ -49,6 +55,19 @@ def make(
     method: Method = (type(kind.__name__, (kind,), dict(given)) if given else kind)(**options).by(variant)
     made.append(name)
     return method
+
+
+def make_drafter(name: str, **options: Any) -> Any:
+    """The drafter ``name`` with these options."""
+    drafter: Drafter = get_drafter(name)(**options)
+    made.append(name)
+    return drafter
+
+
+def run(name: str, *args: Any) -> Any:
+    """What one of :data:`FUNCTIONS` returns."""
+    made.append(name)
+    return FUNCTIONS[name](*args)
 
 
 def whole(share: float, size: int) -> list[int]:

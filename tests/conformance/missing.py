@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from mmaccel.decoding.drafters import DRAFTERS
 from mmaccel.method.registry import methods
 from mmaccel.recipe import recipes
 
@@ -32,8 +33,8 @@ def paper_of(about: Mapping[str, Any]) -> str:
 
 
 def known_methods() -> set[str]:
-    """The names that recipes and methods are known by."""
-    return {*methods(), *recipes()}
+    """The names that recipes, methods and drafters are known by."""
+    return {*methods(), *recipes(), *DRAFTERS}
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,10 @@ class Entry:
         if self.kind == "fault":
             return None
         for name, options in self.methods.items():
-            if name not in methods():
+            kind = {**methods(), **DRAFTERS}.get(name)
+            if kind is None:
                 return f"there is no method {name!r} any more"
-            mine = {option.name for option in fields(methods()[name])}  # type: ignore[arg-type]
+            mine = {option.name for option in fields(kind) if option.init}  # type: ignore[arg-type]
             new, gone = sorted(mine - set(options)), sorted(set(options) - mine)
             if new or gone:
                 return f"the options of {name} have changed (new: {new}, gone: {gone}): is the variant offered now?"

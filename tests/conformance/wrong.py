@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from harness import Compare, made
+from harness import FUNCTIONS, Compare, made
 from torch import Tensor
 
 from mmaccel.core.reduction import Links, Reduction
+from mmaccel.decoding.base import Drafter
+from mmaccel.decoding.drafters import DRAFTERS
 from mmaccel.kv.codecs.base import Codec
 from mmaccel.method import (
     EncoderMethod,
@@ -104,21 +106,53 @@ def level(kind: type[Method]) -> dict[str, Any]:
     return {"choice": choice}
 
 
+def other_tokens(kind: type[Drafter]) -> type[Drafter]:
+    """A drafter whose tokens are the next larger ones, whichever of its methods makes them."""
+
+    def wrong(name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            found = getattr(kind, name)(*args)
+            if isinstance(found, list):
+                return [token + 1 for token in found]
+            return found._replace(tokens=[token + 1 for token in found.tokens])
+
+        return call
+
+    changed = {name: wrong(name) for name in ("draft", "copy", "chain") if hasattr(kind, name)}
+    return type(kind.__name__, (kind,), changed)
+
+
+def rolled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function on the rows of a batch that gives every row what its neighbour gets."""
+
+    def call(*args: Any) -> Any:
+        found = function(*args)
+        return found.roll(1, 0) if isinstance(found, Tensor) else type(found)(*(one.roll(1, 0) for one in found))
+
+    return call
+
+
 @contextmanager
 def registered(change: Any) -> Iterator[None]:
-    """Every method of the registry changed."""
+    """Every method of the registry changed, and all drafters and functions."""
     before = dict(registry.methods())
+    drafters, functions = dict(DRAFTERS), dict(FUNCTIONS)
     changed = {name: type(kind.__name__, (kind,), change(kind)) for name, kind in before.items() if change(kind)}
     registry._methods.update(changed)
+    DRAFTERS.update({name: other_tokens(kind) for name, kind in drafters.items()})
+    FUNCTIONS.update({name: rolled(function) for name, function in functions.items()})
     try:
         yield
     finally:
         registry._methods.update(before)
+        DRAFTERS.update(drafters)
+        FUNCTIONS.update(functions)
 
 
 def notices(compare: Compare, params: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> bool:
     """Whether a comparison that has just passed fails when the methods it made are wrong."""
-    policies = all(issubclass(registry.get_method(name), Policy) for name in made)
+    known = registry.methods()
+    policies = all(name in known and issubclass(known[name], Policy) for name in made)
     for change in (shifted, level) if policies else (shifted,):
         with registered(change):
             try:
