@@ -5,9 +5,12 @@ from __future__ import annotations
 import builtins
 import contextlib
 import json
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import zoo
@@ -20,6 +23,7 @@ from mmaccel.cli import ask, main
 from mmaccel.cli.shared import measure
 from mmaccel.media.files import Clip, Prompt, encode
 from mmaccel.programs import evaluate as evaluation
+from mmaccel.programs import plots
 from mmaccel.programs.evaluate import Question, Row, answer_lengths, ask_suite, divergence, evaluate, fingerprint
 
 ROOT = Path(__file__).parent.parent
@@ -388,6 +392,23 @@ def test_video_tasks_want_a_model_for_videos(capsys, monkeypatch, tmp_path):
     assert "takes videos" in command(capsys, "eval", "--suite", "video", status=2).err
 
 
+def test_every_share_of_answers_has_its_interval():
+    """Of 20 questions 17 are right: what is printed, and what a report has."""
+    sums = evaluation.Sums({"questions": 20, "judged": 20, "right": 17, "same": 20})
+    figures = sums.figures()
+    assert figures["accuracy_interval"] == pytest.approx([0.6211, 0.9679], abs=1e-4)
+    assert figures["loyalty_interval"] == pytest.approx([0.8316, 1.0], abs=1e-4)
+    tasks = {"count": {"figures": figures}, "why": {"figures": evaluation.Sums({"questions": 2, "same": 1}).figures()}}
+    row = {"title": "mine 0.25", "name": "mine", "figures": figures, "tasks": tasks, "notes": [], "failed": []}
+    row["figures"] |= {"visual_share_per_layer": 0.25, "kv_share": 0.5}
+    settings = {"model": "small", "device": "cpu", "dtype": "float32"}
+    text = measure.render({"settings": settings, "rows": [row]})
+    assert "mine 0.25  85.0% (62.1-96.8)  100.0% (83.2-100.0)" in text and "exact 95 % intervals" in text
+    assert re.search(r"count +85\.0% \(62\.1-96\.8\)\nwhy +-", text)
+    nothing = evaluation.Sums().figures()
+    assert nothing["accuracy_interval"] is None and nothing["loyalty_interval"] is None
+
+
 # ------------------------------------------------------------------------------------------------------------- compare
 @pytest.fixture
 def compare(folder, tmp_path, capsys):
@@ -398,6 +419,42 @@ def compare(folder, tmp_path, capsys):
         return command(capsys, *head, "--out", tmp_path / "curves.png", *argv, status=status)
 
     return run
+
+
+OWN = """
+import mmaccel
+from mmaccel.core.reduction import Reduction
+from mmaccel.method import ProjectorMethod
+
+@mmaccel.register
+class Mine(ProjectorMethod):
+    name = "mine"
+    order: float = 2.0
+
+    def reduce(self, tokens, count):
+        return Reduction.top(tokens.features.float().norm(p=self.order, dim=-1), tokens.valid, count)
+"""
+
+
+def test_compare_draws_a_users_method_with_intervals(compare, tmp_path, monkeypatch, fresh_registry):
+    (tmp_path / "own_of_compare.py").write_text(OWN)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    drawn = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure) or path)
+    argv = ["--import", tmp_path / "own_of_compare.py", "--recipe", "mine", "--retain", 0.5, 0.25, "--set", "order=1"]
+    text, _ = compare(*argv)
+    (axes,) = drawn[0].axes
+    (bars,) = axes.containers
+    assert bars.get_label() == "mine order=1"
+    report = json.loads((tmp_path / "curves.json").read_text())
+    rows = [row for row in report["rows"] if row["name"] == "mine order=1"]
+    judged = report["rows"][0]["figures"]["accuracy"] is not None
+    name = "accuracy_interval" if judged else "loyalty_interval"
+    wanted = sorted([100 * share for share in row["figures"][name]] for row in rows)
+    seen = sorted(sorted(segment[:, 1]) for segment in bars.lines[2][0].get_segments())
+    assert len(seen) == 2 and np.allclose(seen, wanted)
+    assert rows[0]["recipe"]["stages"][0]["options"] == {"order": 1}
+    assert text.count("(") > 4 and "mine order=1 0.25" in text
 
 
 @pytest.mark.full

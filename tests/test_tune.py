@@ -158,6 +158,18 @@ def test_intervals_are_exact():
     assert confidence.interval(0, 7)[0] == 0 and confidence.interval(7, 7)[1] == 1
 
 
+@pytest.mark.parametrize("asked", [1, 2, 10, 57, 1000])
+def test_intervals_are_those_of_scipy(asked):
+    from scipy.stats import binomtest
+
+    for kept in {0, 1, asked // 3, asked - 1, asked}:
+        low, high = confidence.interval(kept, asked)
+        told = binomtest(kept, asked).proportion_ci(0.95)
+        assert (low, high) == pytest.approx((told.low, told.high), abs=1e-9)
+        bound = binomtest(kept, asked, alternative="greater").proportion_ci(0.9).low
+        assert confidence.lower_bound(kept, asked, 0.9) == pytest.approx(bound, abs=1e-9)
+
+
 @pytest.mark.parametrize(("keep", "level", "least"), [(0.99, 0.95, 299), (0.9, 0.9, 22), (0.5, 0.5, 1)])
 def test_so_many_samples_are_needed_and_no_fewer(keep, level, least):
     assert confidence.samples_needed(keep, level) == least
@@ -366,6 +378,11 @@ def test_rank_correlation():
     assert report.spearman([1, 2, 3, 4], [10, 20, 40, 30]) == pytest.approx(0.8)
     assert report.spearman([1, 1, 2], [3, 3, 5]) == pytest.approx(1)
     assert report.spearman([1, 1, 1], [1, 2, 3]) is None
+    from scipy.stats import spearmanr
+
+    assert report.spearman([3, 1, 1, 2, 2], [0, 5, 4, 4, 4]) == pytest.approx(
+        spearmanr([3, 1, 1, 2, 2], [0, 5, 4, 4, 4]).statistic
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- the search

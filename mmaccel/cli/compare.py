@@ -2,7 +2,8 @@
 
 "25%" means different work at different sites, so the x-axis shows the visual tokens in a decoder layer, a mean over the layers,
 as a share of those of the unaccelerated model; or, with --x kv, the bytes of the KV cache. Without expected answers the y-axis
-shows the share of answers that equal the unaccelerated ones. The unaccelerated answers are computed once for all recipes.
+shows the share of answers that equal the unaccelerated ones. Bars, and the band of the unaccelerated model, are exact 95 %
+intervals (Clopper-Pearson). The unaccelerated answers are computed once for all recipes.
 
 Results are written to --json or next to the picture, and every batch to a journal next to them. Started again, the command
 resumes and does not repeat finished recipes; recipes can be added that way. It reports what it resumes and why it does not
@@ -106,17 +107,21 @@ def draw(report: dict[str, Any], path: Path, axis: str = "layers") -> None:
     key, label = _AXES[axis]
     judged = report["rows"][0]["figures"]["accuracy"] is not None
     height = "accuracy" if judged else "loyalty"
-    curves: dict[str, list[tuple[float, float]]] = {}
+    curves: dict[str, list[tuple[float, ...]]] = {}
     baseline, *others = report["rows"]
     for row in others:
         figures = row["figures"]
         if figures["questions"]:
             # of recipes that fail at all questions with an expected answer there is no accuracy
-            curves.setdefault(row["name"], []).append((100 * figures[key], 100 * (figures[height] or 0.0)))
+            share, (low, high) = figures[height] or 0.0, figures[f"{height}_interval"] or (0.0, 0.0)
+            point = figures[key], share, share - low, high - share
+            curves.setdefault(row["name"], []).append(tuple(100 * value for value in point))
     figure, axes = plots.load_pyplot("bench").subplots(figsize=(7.6, 4.4), layout="constrained")
     axes.axhline(100 * baseline["figures"][height], **plots.BASELINE, label="none (unaccelerated)")
+    axes.axhspan(*(100 * share for share in baseline["figures"][f"{height}_interval"]), **plots.BAND)
     for number, (name, points) in enumerate(curves.items()):
-        axes.plot(*zip(*sorted(points), strict=True), **plots.curve_style(number), label=name)
+        x, y, below, above = zip(*sorted(points), strict=True)
+        axes.errorbar(x, y, (below, above), **plots.curve_style(number), **plots.BARS, label=name)
     plots.open_axes(
         axes, xlabel=label, ylabel="accuracy, %" if judged else "answers equal to the unaccelerated ones, %"
     )

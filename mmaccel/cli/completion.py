@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+METHODS = False
 HELP = "print the completion script of a shell"
 EXAMPLES = """\
 examples:

@@ -1,10 +1,11 @@
 """Measure how a recipe changes answers, on the generated suite or on questions of your own.
 
 Every question is asked in full and accelerated. Shown are: accuracy (the same words as the expected answer, whatever their
-case and final stop; for a box an overlap of half); the share of answers that equal the unaccelerated ones; the KL divergence
-of the accelerated next-token distributions from the unaccelerated ones in nats, a mean over the tokens of the unaccelerated
-answer, which both models are made to write; and, a question, the visual tokens that reach the last layer, their mean over the
-layers as a share of all, and the bytes of the KV cache at the end of that answer (padding of the batch included).
+case and final stop; for a box an overlap of half) and the share of answers that equal the unaccelerated ones, both with exact
+95 % intervals (Clopper-Pearson), which more questions narrow; the KL divergence of the accelerated next-token distributions
+from the unaccelerated ones in nats, a mean over the tokens of the unaccelerated answer, which both models are made to write;
+and, a question, the visual tokens that reach the last layer, their mean over the layers as a share of all, and the bytes of
+the KV cache at the end of that answer (padding of the batch included).
 
 A line of --data is a JSON object: "question", and "image" (a path or a list of paths) or "video" (a path); "answer", "id" and
 "task" are optional. Paths are relative to the file. Lines, pictures and videos that cannot be used are named and left out, and

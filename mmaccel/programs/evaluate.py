@@ -39,6 +39,7 @@ from ..media.prepare import prepare
 from ..method.model_options import KeepLoaded
 from ..recipe import Recipe, get_recipe
 from ..suite import Item, Sample, is_right, make_suite
+from .tune.confidence import interval
 
 
 @dataclass(frozen=True)
@@ -170,16 +171,22 @@ class Sums(dict[str, float]):
             self[name] += other[name]
 
     def figures(self) -> dict[str, Any]:
-        """Means over questions; shares are of what the unaccelerated model holds. None where there is nothing to divide."""
+        """Means over questions; shares are of what the unaccelerated model holds. None where there is nothing to divide. An
+        ``..._interval`` is the exact 95 % interval of a share of answers, ``[low, high]``."""
 
         def over(name: str, by: str = "questions") -> float | None:
             return self[name] / self[by] if self[by] else None
+
+        def between(name: str, by: str) -> list[float] | None:
+            return list(interval(int(self[name]), int(self[by]))) if self[by] else None
 
         means = ("kl", "visual_tokens", "visual_tokens_kept", "visual_tokens_per_layer")
         return {
             "questions": self["questions"],
             "accuracy": over("right", "judged"),
+            "accuracy_interval": between("right", "judged"),
             "loyalty": over("same"),
+            "loyalty_interval": between("same", "questions"),
             **{name: over(name) for name in means},
             "visual_share_per_layer": over("visual_tokens_per_layer", "visual_tokens_full"),
             "kv_bytes": over("kv_bytes"),

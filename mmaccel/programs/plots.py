@@ -15,6 +15,9 @@ _MARKERS = "osD^vPX*<>"
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)))
 #: of a line to compare with
 BASELINE: dict[str, Any] = {"color": "black", "linewidth": 1, "linestyle": (0, (1, 2))}
+#: the band of its interval, and the bars of the intervals of points
+BAND: dict[str, Any] = {"color": "black", "alpha": 0.07, "linewidth": 0}
+BARS: dict[str, Any] = {"elinewidth": 0.8, "capsize": 2}
 
 
 def load_pyplot(extra: str) -> Any:

@@ -263,6 +263,14 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{share * 100:.1f}%"
 
 
+def between(figures: dict[str, Any], name: str) -> str:
+    """A share of answers with its interval: ``85.0% (62.1-96.8)``."""
+    if figures[name] is None:
+        return "-"
+    low, high = figures[f"{name}_interval"]
+    return f"{percent(figures[name])} ({low * 100:.1f}-{high * 100:.1f})"
+
+
 def render(report: dict[str, Any], by_task: bool = True) -> str:
     """The report as text: one line a recipe, then accuracy (else loyalty) by task."""
     settings = report["settings"]
@@ -273,7 +281,7 @@ def render(report: dict[str, Any], by_task: bool = True) -> str:
         if f["questions"]:
             costs = [f"{f['kl']:.3f}", f"{f['visual_tokens_kept']:.0f}", percent(f["visual_share_per_layer"])]
             costs += [nbytes(f["kv_bytes"]), percent(f["kv_share"])]
-        rows.append([row["title"], percent(f["accuracy"]), percent(f["loyalty"]), *costs])
+        rows.append([row["title"], between(f, "accuracy"), between(f, "loyalty"), *costs])
     lines = [
         f"{settings['model']} on {settings['device']}, {settings['dtype']}; "
         f"{report['rows'][0]['figures']['questions']} questions",
@@ -286,7 +294,7 @@ def render(report: dict[str, Any], by_task: bool = True) -> str:
         what = "accuracy" if judged else "loyalty"
 
         def share(row: dict[str, Any], task: str) -> str:
-            return percent(row["tasks"][task]["figures"][what]) if task in row["tasks"] else "-"
+            return between(row["tasks"][task]["figures"], what) if task in row["tasks"] else "-"
 
         body = [[task, *(share(row, task) for row in report["rows"])] for task in tasks]
         titles = [row["title"] for row in report["rows"]]
@@ -298,5 +306,6 @@ def render(report: dict[str, Any], by_task: bool = True) -> str:
         for row in report["rows"]
         if row["failed"]
     ]
+    lines += ["", "In brackets: exact 95 % intervals (Clopper-Pearson) of the shares of answers, in %."]
     lines += ["", *notes] if notes else []
     return "\n".join(lines)

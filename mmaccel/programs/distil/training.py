@@ -19,7 +19,6 @@ from ...recipe import RecipeLike, get_recipe
 from ..bench import provenance
 from ..evaluate import Question, memory_error
 from ..resume import naming_files, run_settings, shown, usable
-from ..tune.confidence import interval
 from ..tune.evaluate import Evaluator, Measurement
 from . import report
 from .examples import Example, Frozen, Target, cached
@@ -136,8 +135,7 @@ def distil(
 
 
 def _check(model: Any, questions: Sequence[Question], target: str, retain: float, steps: int, out: Path) -> None:
-    """Raise MmaccelError if the model is not supported, an argument is wrong, or scipy is missing."""
-    interval(1, 1)
+    """Raise MmaccelError if the model is not supported, or an argument is wrong."""
     if is_accelerated(model):
         raise MmaccelError("A selector is trained on the bare model; call model.mmaccel.remove() first.")
     family = family_of(model)

@@ -8,6 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ...accelerate.tuned import fingerprint
 from ...core.files import write_whole
 from ...recipe import Recipe
@@ -95,9 +97,15 @@ def proxies(search: Search) -> dict[str, Any]:
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
     """The rank correlation; None if one side is constant."""
-    from scipy.stats import spearmanr
+    if len(set(first)) < 2 or len(set(second)) < 2:
+        return None
+    return float(np.corrcoef(_ranks(first), _ranks(second))[0, 1])
 
-    return float(spearmanr(first, second).statistic) if len(set(first)) > 1 < len(set(second)) else None
+
+def _ranks(values: Sequence[float]) -> Any:
+    """Ranks; equal values share the mean of theirs."""
+    _, group, count = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(count) - count / 2)[group]
 
 
 # --------------------------------------------------------------------------------------------------------- for readers

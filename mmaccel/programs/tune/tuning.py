@@ -17,7 +17,6 @@ from ..identity import recipe_identity
 from ..resume import naming_files, run_settings, usable
 from . import report
 from .baselines import best_of
-from .confidence import interval
 from .evaluate import GOALS, Evaluator, Goal
 from .journal import Journal
 from .search import Search, Tuned, choose, front, split
@@ -130,7 +129,6 @@ def _identity(one: Recipe, model: Any) -> str:
 
 
 def _check(keep: float, goal: str, confidence: float | None, trials: int, out: str | Path) -> None:
-    interval(1, 1)  # needs scipy, as the end of the search does
     if not 0 < keep <= 1:
         raise MmaccelError(f"keep must be a share of the answers such as 0.99, got {keep}.")
     if goal not in GOALS:
