@@ -13,6 +13,7 @@ from mmaccel.cli import ask
 from mmaccel.cli.shared.text import nbytes, seconds
 
 from .engine import Column, Exchange
+from .overlay import View
 
 #: columns by their heads
 Table = dict[str, list[Any]]
@@ -132,7 +133,7 @@ def _columns(heads: list[str], rows: Sequence[tuple[Any, ...]]) -> Table:
 
 
 def figures(exchange: Exchange) -> Table:
-    """Time and memory of both answers, a row a figure."""
+    """Time and memory of both answers, a row a figure, and the share that the accelerated one takes."""
     full, fast = exchange.full.answer, exchange.fast[0].answer
     assert full is not None and fast is not None
     rows = []
@@ -141,14 +142,14 @@ def figures(exchange: Exchange) -> Table:
         if a is not None and b is not None:
             rows.append((name, form(a), form(b), f"{b / a:.0%}" if a else ""))
 
-    if exchange.timed:
-        add("time to first token", full.first_token_seconds, fast.first_token_seconds, seconds)
-        add("tokens per second", full.tokens_per_second, fast.tokens_per_second, lambda x: f"{x:.1f}")
+    a, b = exchange.full, exchange.fast[0]
+    add("time to first token", a.first_token_seconds, b.first_token_seconds, seconds)
+    add("tokens per second", a.tokens_per_second, b.tokens_per_second, lambda x: f"{x:.1f}")
     add(LEFT, full.visual_tokens_kept, fast.visual_tokens_kept, str)
     add(HELD, held(full), held(fast), lambda x: f"{x:.0f}")
     add("KV cache", full.kv_bytes, fast.kv_bytes, nbytes)
     add("peak memory", full.peak_memory_bytes, fast.peak_memory_bytes, nbytes)
-    return _columns(["", "full", "fast", "share"], rows)
+    return _columns(["figure", "full", "fast", "share"], rows)
 
 
 #: tokens that are in the hidden states of the last layer, and those whose keys are in the cache: not the same where a recipe
@@ -156,17 +157,31 @@ def figures(exchange: Exchange) -> Table:
 LEFT, HELD = "visual tokens left", "visual keys a head"
 
 
-def costs(exchange: Exchange) -> Table:
-    """Cost of the accelerated answer in per cent of the full one."""
-    full, fast = exchange.full.answer, exchange.fast[0].answer
-    assert full is not None and fast is not None
-    pairs = {
-        **({"first token": (full.first_token_seconds, fast.first_token_seconds)} if exchange.timed else {}),
-        "tokens": (full.visual_tokens_kept, fast.visual_tokens_kept),
-        "keys": (held(full), held(fast)),
-        "KV cache": (full.kv_bytes, fast.kv_bytes),
-    }
-    return _columns(["what", "percent"], [(name, 100 * b / max(a, 1e-12)) for name, (a, b) in pairs.items()])
+def table(figures: Table, label: str) -> str:
+    """As HTML; behind a share is a bar."""
+    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in figures)
+    rows = []
+    for first, *rest in zip(*figures.values(), strict=True):
+        cells = "".join(
+            f"<td{f' style=--share:{cell}' if str(cell).endswith('%') else ''}>{escape(str(cell))}</td>"
+            for cell in rest
+        )
+        rows.append(f'<tr><th scope="row">{escape(str(first))}</th>{cells}</tr>')
+    return (
+        f'<div class="mm-figures"><table aria-label="{escape(label)}"><thead><tr>{heads}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def layers(view: View) -> Table:
+    """A row a decoder layer: the visual tokens that reach it, and their keys that its cache holds, mean over heads."""
+    places, rows = view.visual, []
+    for layer in view.layers:
+        tokens = int(layer.reaches[places].sum())
+        keys = None if layer.heads is None else float(layer.heads[places].sum()) / layer.of
+        held = ("none", "") if keys is None else (f"{keys:.0f}", f"{keys / max(1, len(places)):.0%}")
+        rows.append((layer.number, tokens, f"{tokens / max(1, len(places)):.0%}", *held))
+    return _columns(["layer", "tokens", "of all tokens", "keys a head", "of all keys"], rows)
 
 
 # ----------------------------------------------------------------------------------------------------------- comparison
@@ -189,16 +204,9 @@ def comparison(exchange: Exchange) -> Table:
                 HELD: f"{held(answer):.0f}",
                 "KV cache": nbytes(answer.kv_bytes),
             }
-            cells |= {"first token": seconds(answer.first_token_seconds)} if exchange.timed else {}
+            cells |= {"first token": seconds(first)} if (first := column.first_token_seconds) is not None else {}
         rows.append({"recipe": column.title, "answer": text, "as full": agrees, **cells})
     return {head: [row[head] for row in rows] for head in rows[0]}
-
-
-def times(exchange: Exchange) -> Table:
-    """Milliseconds to the first token, of the answers that are complete."""
-    done = [one for one in (exchange.full, *exchange.fast) if one.answer is not None]
-    rows = [(one.title, 1000 * one.answer.first_token_seconds) for one in done if one.answer is not None]
-    return _columns(["recipe", "milliseconds"], rows)
 
 
 # --------------------------------------------------------------------------------------------------------------- stream

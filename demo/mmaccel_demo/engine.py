@@ -8,7 +8,9 @@ has the same weights and recipes of its own.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import queue
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +29,10 @@ from mmaccel.programs.model_lock import ModelSlot, Stopped, TimeLimitExceeded, T
 from . import limits
 from .overlay import View, view_of
 
-#: instead of times
-_UNTIMED = "the models that come with mmaccel are too small to gain time, so none is shown"
+#: parameters below which a model gains no time from fewer tokens: each layer waits longer for Python than it computes
+GAINS = 50_000_000
+#: runs of which a time is the median, and tokens that each of them generates
+_RUNS, _RUN_TOKENS = 3, 16
 #: seconds after which a silent run looks whether it is to stop
 _LOOK = 0.1
 
@@ -39,6 +43,7 @@ class Column:
 
     agreement, view : how far it agrees with the full answer, and what became of the visual tokens; once it is done, and not
         for the full answer itself.
+    first_token_seconds, tokens_per_second : medians of several runs; None where none were measured.
     """
 
     title: str
@@ -48,16 +53,22 @@ class Column:
     answer: ask.Answer | None = None
     agreement: dict[str, Any] | None = None
     view: View | None = None
+    first_token_seconds: float | None = None
+    tokens_per_second: float | None = None
 
 
 @dataclass
 class Exchange:
-    """A question and its answers: of the full model, and of every recipe."""
+    """A question and its answers: of the full model, and of every recipe.
+
+    times : how times were measured, or why none are shown.
+    busy : what is done once the answers are complete; empty when nothing is.
+    """
 
     full: Column
     fast: list[Column]
-    #: whether times are shown
-    timed: bool = True
+    times: str = ""
+    busy: str = ""
     #: it is to stop, and the model is at work on the token after which it does
     stopping: bool = False
 
@@ -66,12 +77,17 @@ class Exchange:
         """Whether every answer is complete."""
         return all(one.state == "done" for one in (self.full, *self.fast))
 
+    @property
+    def timed(self) -> bool:
+        """Whether times were measured."""
+        return self.full.first_token_seconds is not None
+
     def note(self) -> str:
         """Notes on what the figures do not show."""
         notes = [note for one in self.fast if one.answer is not None for note in one.answer.stats["notes"]]
-        if self.done:
-            notes.append("times are of one run each, after a warm-up" if self.timed else _UNTIMED)
-        return " ".join(f"{note[:1].upper()}{note[1:].rstrip('.')}." for note in dict.fromkeys(notes))
+        if self.full.state == "done":
+            notes.append(self.times)
+        return " ".join(f"{note[:1].upper()}{note[1:].rstrip('.')}." for note in dict.fromkeys(notes) if note)
 
     def report(self) -> dict[str, Any]:
         """As plain data, once all are done."""
@@ -82,21 +98,40 @@ class Exchange:
 
 
 def _plain(column: Column) -> dict[str, Any]:
-    return column.answer.public() if column.answer is not None else {"refused": column.text}
+    if column.answer is None:
+        return {"refused": column.text}
+    found = column.answer.public()
+    # these are of a single run
+    del found["total_seconds"]
+    stats = {name: value for name, value in found["stats"].items() if name != "seconds"}
+    medians = {name: getattr(column, name) for name in ("first_token_seconds", "tokens_per_second")}
+    return {**found, "stats": stats, **medians}
 
 
-class _Typing(TokenTimer):
-    """A streamer that shows the text so far; ``look`` ends the run when it is to stop."""
+class _Stoppable(TokenTimer):
+    """A streamer by which ``look`` ends the run when it is to stop."""
 
-    def __init__(self, tokenizer: Any, look: Callable[[], None], show: Callable[[str, int], None]) -> None:
+    def __init__(self, look: Callable[[], None]) -> None:
         super().__init__()
-        self.tokenizer, self.look, self.show = tokenizer, look, show
-        self.ids: list[int] = []
+        self.look = look
 
     def put(self, value: Any) -> None:
         """The prompt, then a token at a time."""
         super().put(value)
         self.look()
+
+
+class _Typing(_Stoppable):
+    """One that shows the text so far too."""
+
+    def __init__(self, tokenizer: Any, look: Callable[[], None], show: Callable[[str, int], None]) -> None:
+        super().__init__(look)
+        self.tokenizer, self.show = tokenizer, show
+        self.ids: list[int] = []
+
+    def put(self, value: Any) -> None:
+        """The prompt, then a token at a time."""
+        super().put(value)
         if len(self.times) > 1:
             self.ids += value.reshape(-1).tolist()
             self.show(self.tokenizer.decode(self.ids, skip_special_tokens=True).strip(), len(self.ids))
@@ -111,21 +146,15 @@ class Engine(ModelSlot):
     name : what the page calls the model.
     seconds : that it works for one question.
     several : questions that are answered at once.
-    timed : whether its times are shown.
     """
 
     def __init__(
-        self,
-        model: Any,
-        processor: Any,
-        name: str,
-        seconds: float = limits.ANSWERED,
-        several: int = 1,
-        timed: bool = True,
+        self, model: Any, processor: Any, name: str, seconds: float = limits.ANSWERED, several: int = 1
     ) -> None:
         super().__init__(model, processor, seconds)
-        self.name, self.timed = name, timed
-        self.twins = [Engine(*self.twin(), name, seconds, timed=timed) for _ in range(several - 1)]
+        self.name = name
+        self.parameters = sum(one.numel() for one in model.parameters())
+        self.twins = [Engine(*self.twin(), name, seconds) for _ in range(several - 1)]
 
     def free(self) -> Engine:
         """This engine or a twin that answers nobody; this one if there is none."""
@@ -160,7 +189,7 @@ class Engine(ModelSlot):
         MmaccelError
             If none of the recipes, or the prompt, can be honoured, or the time for one question is over.
         """
-        exchange = Exchange(Column("full model"), [Column(_title(one)) for one in chosen], self.timed)
+        exchange = Exchange(Column("full model"), [Column(_title(one)) for one in chosen])
         news: queue.Queue[BaseException | None] = queue.Queue()
 
         def work() -> None:
@@ -225,10 +254,49 @@ class Engine(ModelSlot):
                     column.answer.logits = None
             if exchange.full.answer is not None:
                 exchange.full.answer.logits = None
+                self._time(exchange, prompt, chosen, longest, look, tell)
         except TimeLimitExceeded:
             for column in (exchange.full, *exchange.fast):
                 column.state = "stopped" if column.state in ("waits", "runs") else column.state
             raise
+
+    def _time(
+        self,
+        exchange: Exchange,
+        prompt: Prompt,
+        chosen: Sequence[Recipe],
+        longest: int,
+        look: Callable[[], None],
+        tell: Callable[[], None],
+    ) -> None:
+        """Measure the full model and the recipes in turn, each of them several times and warm."""
+        if self.parameters < GAINS:
+            exchange.times = (
+                f"no times are shown: {self.name} has {self.parameters / 1e6:.1f} million parameters, too few to gain time "
+                "from fewer tokens"
+            )
+            return
+        pairs = [(exchange.full, recipe_of("none")), *zip(exchange.fast, chosen, strict=True)]
+        pairs = [(column, recipe) for column, recipe in pairs if column.answer is not None]
+        firsts: list[list[float]] = [[] for _ in pairs]
+        rates: list[list[float]] = [[] for _ in pairs]
+        exchange.times = f"no times are shown: the question ended before {_RUNS} runs of each answer were measured"
+        with contextlib.suppress(Stopped, TimeLimitExceeded):
+            for number in range(_RUNS):
+                exchange.busy = f"Times are being measured: run {number + 1} of {_RUNS} ..."
+                tell()
+                for (_, recipe), first, rate in zip(pairs, firsts, rates, strict=True):
+                    look()
+                    processor = prepare(self.processor, recipe)
+                    inputs, steps = encode(processor, [prompt]), min(longest, _RUN_TOKENS)
+                    run = ask.answer(self.model, processor, inputs, recipe, steps, _Stoppable(look))
+                    first.append(run.first_token_seconds)
+                    rate += [] if run.tokens_per_second is None else [run.tokens_per_second]
+            for (column, _), first, rate in zip(pairs, firsts, rates, strict=True):
+                column.first_token_seconds = statistics.median(first)
+                column.tokens_per_second = statistics.median(rate) if rate else None
+            exchange.times = f"times are medians of {_RUNS} warm runs each, taken in turn"
+        exchange.busy = ""
 
     def _one(
         self,
@@ -355,7 +423,7 @@ class House:
             model, processor = ask.load_model(argparse.Namespace(**{**vars(self.options), "model": name}))
         finally:
             logging.set_tqdm_hook(before)
-        return Engine(model, processor, short, self.seconds, self.several, timed=self.options.model is not None)
+        return Engine(model, processor, short, self.seconds, self.several)
 
     def sentence(self) -> str:
         """State of loading: the model, the progress, or the reason why there is none."""

@@ -90,14 +90,17 @@ def _smaller(clip: Clip) -> Clip:
     return dataclasses.replace(clip, frames=np.stack(frames))
 
 
-def recipe(text: str | None, retain: float | None = None) -> Recipe:
+def recipe(text: str | None, retain: Any = None) -> Recipe:
     """A recipe by its name, or from JSON; ``retain`` replaces its budget if it has one.
 
     Raises
     ------
     MmaccelError
-        If there is no such recipe, the JSON is not valid, it names a file or a model, or asks for too much work.
+        If there is no such recipe, the JSON is not valid, it names a file or a model, or asks for too much work, or ``retain``
+        is not a share.
     """
+    if retain is not None and (not _is_number(retain) or not 0 < retain <= 1):
+        raise MmaccelError(f"The share of the visual tokens must be greater than 0 and at most 1, got {retain}.")
     text = (text or "").strip()
     if len(text) > RECIPE:
         raise MmaccelError(f"The recipe has {len(text)} characters; at most {RECIPE} are taken.")
@@ -117,7 +120,7 @@ def recipe(text: str | None, retain: float | None = None) -> Recipe:
                     f"{stage.method}: {option}= names files and models of this machine, which visitors cannot; leave it out."
                 )
     if retain is not None and chosen.primary is not None:
-        chosen = chosen.override(retain=retain)
+        chosen = chosen.override(retain=float(retain))
     chosen.build()
     return chosen
 
@@ -171,9 +174,10 @@ def number(value: Any, least: int, most: int, what: str) -> int:
     MmaccelError
         If it is none, or outside.
     """
-    whole = (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value == int(value)
-    )
-    if not whole or not least <= value <= most:
+    if not _is_number(value) or value != int(value) or not least <= value <= most:
         raise MmaccelError(f"{what} must be a whole number from {least} to {most}, not {value}.")
     return int(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

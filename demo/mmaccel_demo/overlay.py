@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -23,6 +24,7 @@ from mmaccel import Recipe
 from mmaccel.core.layout import Layout, Segment
 from mmaccel.core.reduction import Links, Reduction
 from mmaccel.kv.cache import CacheState, state_of
+from mmaccel.kv.recurrent import RecurrentLayer
 from mmaccel.media.draw import kept
 from mmaccel.media.files import Prompt
 from mmaccel.method import FramesMethod
@@ -40,7 +42,7 @@ class Step:
     title : where that is.
     reduction : ``[1, S]``, from the prompt as the processor made it up to here.
     scores : figures that the method saw there, ``[S]`` by name, NaN where none.
-    heads : ``[S]``, how many of ``of`` heads hold the token; None where all hold the same.
+    heads : ``[S]``, how many of ``of`` heads hold the token; None where nothing is held yet.
     """
 
     title: str
@@ -48,6 +50,18 @@ class Step:
     scores: dict[str, Tensor] = field(default_factory=dict)
     heads: Tensor | None = None
     of: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStep(Step):
+    """What one decoder layer has of the tokens at the end of the answer.
+
+    number : of the layer in the model; one that keeps no keys, such as a recurrent layer, has no ``heads``.
+    reaches : ``[S]`` bool, tokens in the hidden states that it read in the prefill.
+    """
+
+    number: int
+    reaches: Tensor
 
 
 @dataclass(frozen=True)
@@ -69,8 +83,9 @@ class View:
     """Everything the overlay needs, on the CPU. ``moves``: the panels are frames of a clip."""
 
     panels: list[Panel]
-    steps: list[Step]
+    steps: Sequence[Step]
     moves: bool = False
+    layers: list[LayerStep] = field(default_factory=list)
 
     @property
     def visual(self) -> list[int]:
@@ -107,10 +122,13 @@ def view_of(model: Any, cache: Any, prompt: Prompt, chosen: Recipe) -> View:
     """The view of the last prompt of an accelerated model whose cache still holds what it kept."""
     handle = model.mmaccel
     layout: Layout | None = handle.layout
-    return View(_panels(handle, layout, prompt, chosen), _steps(handle, layout, cache), prompt.clip is not None)
+    state = state_of(cache)
+    layers = [] if layout is None or state is None else _layers(handle, layout, state)
+    panels, steps = _panels(handle, layout, prompt, chosen), _steps(handle, layout, layers)
+    return View(panels, steps, prompt.clip is not None, layers)
 
 
-def _steps(handle: Any, layout: Layout | None, cache: Any) -> list[Step]:
+def _steps(handle: Any, layout: Layout | None, layers: list[LayerStep]) -> list[Step]:
     if layout is None:
         return []
     steps = [Step("before the recipe: every token", Reduction.identity(layout.valid))]
@@ -119,27 +137,30 @@ def _steps(handle: Any, layout: Layout | None, cache: Any) -> list[Step]:
         where = f"decoder layer {passage.layer}" if method.site == "layers" else str(method.site)
         scores = {name.replace("_", " "): x[0] for name, x in passage.scores().items()}
         steps.append(Step(f"{where}: {method.name}", _on_cpu(passage.reduction), scores))
-    state = state_of(cache)
-    if handle.plan.policy is not None and state is not None:
-        steps += _cached(handle, layout, state)
+    if handle.plan.policy is not None:
+        steps += [layer for layer in layers if layer.heads is not None]
     return steps
 
 
-def _cached(handle: Any, layout: Layout, state: CacheState) -> list[Step]:
+def _layers(handle: Any, layout: Layout, state: CacheState) -> list[LayerStep]:
     """A step a layer: what its cache holds at the end of the answer."""
-    name, width = handle.plan.policy.method.name, layout.valid.shape[1]
+    policy, width = handle.plan.policy, layout.valid.shape[1]
+    title = "cache of layer {}" + (f": {policy.method.name}" if policy is not None else "")
     steps = []
-    for number, layer in enumerate(state.layers):
-        if layer.empty:
+    for number, layer in enumerate(state.every):
+        before = [p.reduction for p in handle.history if p.layer <= number]
+        base = _on_cpu(before[-1]) if before else Reduction.identity(layout.valid)
+        reaches = base.kept[0]
+        if isinstance(layer, RecurrentLayer) or layer.empty:
+            steps.append(LayerStep(f"layer {number}, which keeps no keys", base, number=number, reaches=reaches))
             continue
         held = layer.index.by_head[0].cpu().long()
         heads = torch.zeros(width, dtype=torch.long)
         for head in held:
             heads[head[(head >= 0) & (head < width)]] += 1
-        before = [p.reduction for p in handle.history if p.layer <= number]
-        base = _on_cpu(before[-1]) if before else Reduction.identity(layout.valid)
-        stays = Reduction(base.kept & (heads > 0)[None], base.kept)
-        steps.append(Step(f"cache of layer {number}: {name}", base.then(stays), heads=heads, of=len(held)))
+        stays = base.then(Reduction(base.kept & (heads > 0)[None], base.kept))
+        at = title.format(number)
+        steps.append(LayerStep(at, stays, heads=heads, of=len(held), number=number, reaches=reaches))
     return steps
 
 
@@ -243,27 +264,62 @@ def draw(view: View | None, number: int) -> str:
     if len(visual) > _MOST:
         how = f"There are {len(visual)} tokens, too many to point at."
     return (
-        f'<div class="mm-view"><p class="mm-count"><b>{escape(step.title)}</b>. '
+        f'<div class="mm-view"><p class="mm-count"><b>{escape(step.title)}</b>: '
         f"{_count(step, visual)}</p>{body}"
         f'<p class="mm-readout" aria-live="polite">{how}</p>{_LEGEND}</div>'
     )
 
 
-def pair(view: View | None, number: int) -> tuple[PILImage, PILImage] | None:
-    """A picture as it came and as step ``number`` leaves it; None of a clip, or where no panel shows the picture."""
+Shown = tuple[PILImage, str]
+
+
+def pair(view: View | None, number: int) -> list[Shown]:
+    """A picture as it came and as step ``number`` leaves it; empty of a clip, or where no panel shows the picture."""
     if view is None or view.moves or not view.steps:
-        return None
+        return []
     shown = [panel for panel in view.panels if panel.picture is not None and panel.segment is not None]
-    return (_image(shown[-1], None, _SIDE), _image(shown[-1], view.steps[number], _SIDE)) if shown else None
+    step = view.steps[number]
+    return [(_image(shown[-1], None, _SIDE), "full"), (_image(shown[-1], step, _SIDE), step.title)] if shown else []
 
 
-def sheet(views: dict[str, View]) -> list[tuple[PILImage, str]]:
-    """Tokens that are left at the last step of several views, under its title."""
-    found = []
-    for title, view in views.items():
+def sheet(views: Sequence[tuple[str, View]]) -> list[Shown]:
+    """The picture as it came, and what is left of it at the last step of every view, under its title with a count."""
+    found: list[Shown] = []
+    for title, view in views:
         panel = next((one for one in reversed(view.panels) if one.picture is not None), view.panels[0])
-        found.append((_image(panel, view.steps[-1] if view.steps else None, _SIDE), title))
+        step = view.steps[-1] if view.steps else None
+        found = found or [(_image(panel, None, _SIDE), "full model")]
+        count = "all tokens stay" if step is None else _share(step, torch.tensor(view.visual, dtype=torch.long))
+        found.append((_image(panel, step, _SIDE), f"{title}: {count}"))
     return found
+
+
+def divided(shown: Sequence[Shown]) -> str:
+    """Two drawings of one picture above each other, with a slider between them: the last two of ``shown`` at first. Of more
+    the visitor chooses both, and all of them stand below."""
+    if len(shown) < 2:
+        return ""
+    left, right = (0, 1) if len(shown) < 3 else (1, 2)
+    sources = [_source(image) for image, _ in shown]
+    titles = [escape(title) for _, title in shown]
+
+    def side(name: str, chosen: int) -> str:
+        if len(shown) < 3:
+            return f"<span>{titles[chosen]}</span>"
+        options = "".join(f"<option{' selected' * (i == chosen)}>{title}</option>" for i, title in enumerate(titles))
+        return f'<label>{name} <select data-side="{name}">{options}</select></label>'
+
+    figures = "".join(
+        f'<figure><img src="{source}" alt=""><figcaption>{title}</figcaption></figure>'
+        for source, title in zip(sources, titles, strict=True)
+    )
+    return (
+        f'<div class="mm-pair"><div class="mm-sides">{side("Left", left)}{side("Right", right)}</div>'
+        f'<div class="mm-stack"><img data-side="Left" src="{sources[left]}" alt="{titles[left]}">'
+        f'<img data-side="Right" src="{sources[right]}" alt="{titles[right]}">'
+        '<input type="range" value="50" aria-label="Share of the picture that shows the left one, in per cent"></div>'
+        f'{f"""<div class="mm-sheet">{figures}</div>""" if len(shown) > 2 else ""}</div>'
+    )
 
 
 def frame(pixels: np.ndarray) -> str:
@@ -272,13 +328,19 @@ def frame(pixels: np.ndarray) -> str:
 
 
 def _count(step: Step, visual: Tensor) -> str:
-    """How many visual tokens are left, or how many of their keys."""
+    """How many visual tokens are left, or how many of their keys, as a sentence."""
+    if step.heads is None or step.of == 1:
+        return f"{_share(step, visual)}."
+    return f"{_share(step, visual)}; {int(step.reduction.kept[0, visual].sum())} tokens are held by one head or more."
+
+
+def _share(step: Step, visual: Tensor) -> str:
+    """The same without what single heads hold."""
     of, stays = len(visual), int(step.reduction.kept[0, visual].sum())
     if step.heads is None:
-        return f"{stays} of {of} visual tokens stay ({stays / max(1, of):.0%})."
+        return f"{stays} of {of} visual tokens stay ({stays / max(1, of):.0%})"
     keys = float(step.heads[visual].sum()) / step.of
-    several = f"; {stays} tokens are held by one head or more" if step.of > 1 else ""
-    return f"A head holds the keys of {keys:.0f} of {of} visual tokens ({keys / max(1, of):.0%}){several}."
+    return f"a head holds the keys of {keys:.0f} of {of} visual tokens ({keys / max(1, of):.0%})"
 
 
 _LEGEND = (
@@ -288,16 +350,20 @@ _LEGEND = (
 
 
 def _panel(panel: Panel, image: PILImage, tokens: str, out: bool) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=88)
-    data = base64.b64encode(buffer.getvalue()).decode()
     caption = f"<figcaption>{escape(panel.caption)}</figcaption>" if panel.caption else ""
     width, height = image.size
     return (
         f'<figure class="mm-panel{" mm-out" * out}"><svg viewBox="0 0 {width} {height}" role="group" '
-        f'aria-label="visual tokens {escape(panel.caption)}"><image href="data:image/jpeg;base64,{data}" '
+        f'aria-label="visual tokens {escape(panel.caption)}"><image href="{_source(image)}" '
         f'width="{width}" height="{height}" preserveAspectRatio="none"/>{tokens}</svg>{caption}</figure>'
     )
+
+
+def _source(image: PILImage) -> str:
+    """As the source of an image in HTML."""
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=88)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _image(panel: Panel, step: Step | None, side: int) -> PILImage:

@@ -1,7 +1,8 @@
-"""The page: four tabs over the engines, and the endpoints of the API."""
+"""The page: five tabs over the engines, and the endpoints of the API."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import threading
@@ -26,7 +27,8 @@ _QUEUED: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": "defa
 _OPENING: dict[str, Any] = {"concurrency_id": "opening", "concurrency_limit": None}
 #: what only draws does not wait, and is nothing for the API
 _AT_ONCE: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
-_START = "balanced"
+#: recipes that are asked first: of most tabs, and where layers are shown one that works in them
+_START, _LAYERED = "balanced", "pyramiddrop"
 _COMPARED = ["uniform", "divprune", "vtc-cls", "fastv", "pool"]
 #: recipes that are compared at once
 _MOST = 6
@@ -106,9 +108,11 @@ def build(house: House, examples: list[Example]) -> gr.Blocks:
         )
         state = gr.HTML(elem_id="state")
         with gr.Tab("Picture"):
-            picture = _asking(house, visitors, "picture", examples, [blocks.load])
+            picture = _asking(house, visitors, "picture", "picture", examples, [blocks.load])
         with gr.Tab("Video") as tab:
-            video = _asking(house, visitors, "video", examples, [tab.select])
+            video = _asking(house, visitors, "video", "video", examples, [tab.select])
+        with gr.Tab("Layers") as tab:
+            layers = _asking(house, visitors, "layers", "picture", examples, [tab.select])
         with gr.Tab("Compare recipes"):
             compared = _comparing(house, visitors, examples)
         with gr.Tab("Stream"):
@@ -116,19 +120,17 @@ def build(house: House, examples: list[Example]) -> gr.Blocks:
         _endpoints(house)
 
         timer = gr.Timer(1.0)
-        lists = [picture, video, compared, stream]
+        lists = [picture, video, layers, compared, stream]
 
-        def ready() -> list[Any]:
+        def ready(*chosen: Any) -> list[Any]:
             return [
                 cards.say(house.sentence(), error=house.ready and not house.choices),
                 gr.Timer(active=not house.ready),
-                _choices(house, "picture"),
-                _choices(house, "video"),
-                _choices(house, "picture"),
-                _choices(house, "video", _follows),
+                *(_choices(house, kind, one) for kind, one in zip(_KINDS, chosen[:-1], strict=True)),
+                _choices(house, "video", chosen[-1], _follows),
             ]
 
-        gr.on([blocks.load, timer.tick], ready, None, [state, timer, *lists], **_AT_ONCE)
+        gr.on([blocks.load, timer.tick], ready, lists, [state, timer, *lists], **_AT_ONCE)
 
         def leave(request: gr.Request) -> None:
             visitors.leave(str(request.session_hash))
@@ -137,11 +139,21 @@ def build(house: House, examples: list[Example]) -> gr.Blocks:
     return blocks
 
 
-def _choices(house: House, kind: str, only: Callable[[Recipe], bool] = lambda one: True) -> Any:
-    """The recipes of a list once it is known which the model can honour; until then the list stays as it is."""
+#: what is asked about where a list of recipes stands
+_KINDS = ("picture", "video", "picture", "picture")
+
+
+def _choices(house: House, kind: str, chosen: Any, only: Callable[[Recipe], bool] = lambda one: True) -> Any:
+    """The recipes of a list once it is known which the model can honour, and those of the ``chosen`` that are among them;
+    until then the list stays as it is."""
     if not (found := [one for one in house.choices.get(kind, []) if only(one)]):
         return gr.skip()
-    return gr.update(choices=cards.choices(found))
+    names = [one.name for one in found]
+    left = [one for one in ([chosen] if isinstance(chosen, str) else chosen or []) if one in names]
+    if isinstance(chosen, str):
+        # what the settings say of the chosen one stays true
+        return gr.update(choices=cards.choices(found), value=left[0] if left else None)
+    return gr.update(choices=cards.choices(found), value=left or names[:1])
 
 
 def _follows(one: Recipe) -> bool:
@@ -197,6 +209,8 @@ def _brought(house: House, examples: list[Example], kind: str, name: str) -> tup
         return str(found[number].path), found[number].question
 
     picked = thumbs.click(pick, thumbs, [media, question], **_AT_ONCE)
+    # in the browser, so that no question is lost that is written while a server would answer
+    media.upload(None, question, question, js="mmaccel.ownQuestion", **_AT_ONCE)
     return picked, media, question
 
 
@@ -208,43 +222,40 @@ def _buttons(name: str) -> tuple[Any, Any]:
 # ------------------------------------------------------------------------------------------------------- picture, video
 
 
-def _asking(house: House, visitors: Visitors, kind: str, examples: list[Example], opened: list[Any]) -> Any:
-    """One question, two answers, and the drawing; returns the list of recipes."""
+def _asking(house: House, visitors: Visitors, name: str, kind: str, examples: list[Example], opened: list[Any]) -> Any:
+    """The tab ``name``: one question about a picture or clip, two answers, and the drawing. Most tabs show what the recipe
+    saves and go through its sites; ``layers`` shows what each layer of the model has. Returns the list of recipes."""
+    layered = name == "layers"
+    start = _LAYERED if layered else _START
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
-            picked, media, question = _brought(house, examples, kind, kind)
+            picked, media, question = _brought(house, examples, kind, name)
             ask, stop = _buttons("Ask")
-            chosen, panel, frames, longest = _settings(kind)
+            chosen, panel, frames, longest = _settings(kind, start)
         with gr.Column(scale=3, min_width=300):
-            said = gr.HTML(elem_classes=f"said-{kind}")
-            answers = gr.HTML(elem_classes=f"answers-{kind}")
-            figures = _table("figures", f"figures-{kind}", column_widths=["34%", "23%", "23%", "20%"])
-            costs = gr.BarPlot(
-                x="what", y="percent", title="Accelerated, in % of full", x_title=" ", y_title="%",
-                sort=list(_COSTS), y_lim=[0, None], height=200, visible=False, buttons=[], elem_classes=f"costs-{kind}",
-            )  # fmt: skip
-            step = gr.Slider(0, 1, 0, step=1, label="Through sites and layers", visible=False, elem_classes="mm-step")
-            pair = gr.ImageSlider(
-                label="Full, and what is kept", visible=False, interactive=False, buttons=["fullscreen"],
-                max_height=420, elem_classes=f"pair-{kind}",
-            )  # fmt: skip
+            said = gr.HTML(elem_classes=f"said-{name}")
+            answers = gr.HTML(elem_classes=f"answers-{name}")
+            figures = gr.HTML(elem_classes=f"figures-{name}")
+            label = "Through the layers" if layered else "Through sites and layers"
+            step = gr.Slider(0, 1, 0, step=1, label=label, visible=False, elem_classes="mm-step")
+            pair = gr.HTML(elem_classes=f"pair-{name}")
             # a clip has no pair: its frames are what is seen first
             with gr.Accordion("Token by token" if kind == "picture" else "Frame by frame", open=kind == "video"):
-                drawing = gr.HTML(elem_classes=f"drawing-{kind}")
+                drawing = gr.HTML(elem_classes=f"drawing-{name}")
 
     def show(visitor: Visitor, exchange: Exchange) -> tuple[Any, ...]:
-        view = visitor.views[kind] = exchange.fast[0].view
+        view = exchange.fast[0].view
+        if view is not None and layered:
+            view = dataclasses.replace(view, steps=view.layers)
+        visitor.views[name] = view
         last = len(view.steps) - 1 if view is not None else 0
         slider = gr.update(maximum=max(1, last), value=last, visible=last > 0)
-        if not exchange.done:
-            return cards.say(exchange.note()), cards.columns(exchange), *_NO_FIGURES, slider, _NOTHING, ""
-        table = gr.update(value=pd.DataFrame(cards.figures(exchange)), visible=True)
-        bars = gr.update(
-            value=pd.DataFrame(took := cards.costs(exchange)), visible=True, y_lim=[0, max(100, *took["percent"])]
-        )
-        seen = overlay.pair(view, last)
-        drawn = gr.update(value=seen, visible=seen is not None), overlay.draw(view, last)
-        return cards.say(exchange.note()), cards.columns(exchange), table, bars, slider, *drawn
+        if not exchange.done or view is None:
+            return cards.say(exchange.note()), cards.columns(exchange), "", slider, "", ""
+        found = cards.layers(view) if layered else cards.figures(exchange)
+        table = cards.table(found, "what each layer has" if layered else "figures")
+        drawn = overlay.divided(overlay.pair(view, last)), overlay.draw(view, last)
+        return cards.say(exchange.note()), cards.columns(exchange), table, slider, *drawn
 
     def run(
         visitor: Visitor,
@@ -259,7 +270,7 @@ def _asking(house: House, visitors: Visitors, kind: str, examples: list[Example]
         recipes = [limits.recipe(panel)]
         length = limits.number(longest, 1, limits.ANSWER, "The longest answer")
         for exchange in house.engine(kind).ask(prompt, recipes, length, stop):
-            yield "", cards.columns(exchange), *[gr.skip()] * 5
+            yield cards.say(exchange.busy), cards.columns(exchange), *[gr.skip()] * 4
         yield show(visitor, exchange)
 
     def welcome(visitor: Visitor, stop: threading.Event, *inputs: Any) -> Iterator[Any]:
@@ -267,54 +278,35 @@ def _asking(house: House, visitors: Visitors, kind: str, examples: list[Example]
         if stop.is_set():
             return
         first = next((one for one in examples if one.kind == kind), None)
-        if first is None or visitor.views.get(kind) is not None:
+        if first is None or visitor.views.get(name) is not None:
             return
-        if (known := house.welcome.get(kind)) is None:
+        if (known := house.welcome.get(name)) is None:
             prompt = _shown(kind, str(first.path), first.question, _SHOWN)
-            for exchange in house.engine(kind).ask(prompt, [limits.recipe(_START)], _ANSWER, stop):
-                yield "", cards.columns(exchange), *[gr.skip()] * 5
+            for exchange in house.engine(kind).ask(prompt, [limits.recipe(start)], _ANSWER, stop):
+                yield cards.say(exchange.busy), cards.columns(exchange), *[gr.skip()] * 4
             if exchange.done:
-                house.welcome[kind] = exchange
+                house.welcome[name] = exchange
             known = exchange
         yield show(visitor, known)
 
-    def move(step: float, request: gr.Request) -> tuple[Any, str]:
-        view = visitors[str(request.session_hash)].views.get(kind)
-        if view is None:
-            return gr.skip(), ""
+    def move(step: float | None, request: gr.Request) -> tuple[Any, Any]:
+        view = visitors[str(request.session_hash)].views.get(name)
+        if view is None or step is None:
+            return gr.skip(), gr.skip()
         number = min(int(step), len(view.steps) - 1)
-        seen = overlay.pair(view, number)
-        return gr.skip() if seen is None else seen, overlay.draw(view, number)
+        return overlay.divided(overlay.pair(view, number)), overlay.draw(view, number)
 
-    inputs, outputs = [media, question, panel, longest, frames], [said, answers, figures, costs, step, pair, drawing]
-    blank = ("", "", *_NO_FIGURES, _NOTHING, _NOTHING, "")
+    inputs, outputs = [media, question, panel, longest, frames], [said, answers, figures, step, pair, drawing]
+    blank = ("", "", "", _NOTHING, "", "")
     _turns(visitors, [ask.click, question.submit], stop, run, inputs, outputs, blank, picked)
     _opening(visitors, opened, welcome, outputs)
     step.input(move, step, [pair, drawing], trigger_mode="always_last", **_AT_ONCE)
     return chosen
 
 
-#: of the table of recipes; on a phone it scrolls
-_WIDTHS: list[str | int] = ["112px", "112px", "104px", "76px", "76px", "84px", "84px"]
-#: the bars of the chart from left to right
-_COSTS = ("first token", "tokens", "keys", "KV cache")
 _NOTHING: dict[str, Any] = gr.update(visible=False)
-_NO_FIGURES = (_NOTHING, _NOTHING)
 #: frames of a clip that are shown unless others are chosen
 _SHOWN = 16
-
-
-def _table(label: str, name: str, **options: Any) -> Any:
-    return gr.Dataframe(
-        label=label,
-        show_label=False,
-        interactive=False,
-        visible=False,
-        wrap=True,
-        buttons=[],
-        elem_classes=[name, "mm-figures"],
-        **options,
-    )
 
 
 def _opening(visitors: Visitors, opened: list[Any], welcome: Handler, outputs: list[Any]) -> None:
@@ -377,11 +369,11 @@ def _turns(
     stop.click(halt, None, outputs[0], **_AT_ONCE)
 
 
-def _settings(kind: str) -> tuple[Any, Any, Any, Any]:
-    """The list of recipes, and folded away the budget, the lengths, and the recipe as JSON, which is what counts; returns the
-    list, the JSON, the number of frames, and the longest answer."""
-    first = get_recipe(_START)
-    chosen = _list(_known(), _START, label="Recipe", info="Type to search all of them.")
+def _settings(kind: str, start: str) -> tuple[Any, Any, Any, Any]:
+    """The list of recipes with that of the name ``start`` chosen, and folded away the budget, the lengths, and the recipe as
+    JSON, which is what counts; returns the list, the JSON, the number of frames, and the longest answer."""
+    first = get_recipe(start)
+    chosen = _list(_known(), start, label="Recipe", info="Type to search all of them.")
     with gr.Accordion("Settings", open=False):
         about = gr.HTML(cards.about(first))
         retain = gr.Slider(0.05, 1.0, first.retain, step=0.05, label="Share of the visual tokens that stays")
@@ -389,9 +381,12 @@ def _settings(kind: str) -> tuple[Any, Any, Any, Any]:
             2, limits.FRAMES, _SHOWN, step=2, label="Frames of the clip, evenly spaced", visible=kind == "video"
         )
         longest = gr.Slider(1, limits.ANSWER, _ANSWER, step=1, label="Longest answer, in tokens")
-        with gr.Accordion("Expert: the recipe as JSON", open=False):
-            text = gr.Textbox(first.to_json(), label="Recipe", lines=12, max_lines=24, elem_classes="mm-code")
-            verdict = gr.HTML(cards.say("The recipe is valid."))
+    with gr.Accordion("Share the recipe as JSON", open=False):
+        text = gr.Textbox(
+            first.to_json(), label="Copy this recipe, or paste another one", lines=12, max_lines=24, buttons=["copy"],
+            elem_classes="mm-code",
+        )  # fmt: skip
+        verdict = gr.HTML(cards.say("The recipe is valid."))
 
     def budget(one: Recipe) -> Any:
         if not isinstance(one.retain, float):
@@ -402,9 +397,9 @@ def _settings(kind: str) -> tuple[Any, Any, Any, Any]:
         one = limits.recipe(name)
         return cards.about(one), budget(one), one.to_json(), cards.say("The recipe is valid.")
 
-    def keep(text: str, retain: float) -> tuple[Any, ...]:
+    def keep(text: str, retain: float | None) -> tuple[Any, ...]:
         try:
-            one = limits.recipe(text, float(retain))
+            one = limits.recipe(text, retain)
         except MmaccelError as error:
             return gr.skip(), gr.skip(), cards.say(str(error), error=True)
         return cards.about(one), one.to_json(), cards.say("The recipe is valid.")
@@ -451,42 +446,29 @@ def _comparing(house: House, visitors: Visitors, examples: list[Example]) -> Any
         with gr.Column(scale=3, min_width=300):
             hint = cards.say("Choose an example or upload a picture, and see what each recipe makes of it.")
             said = gr.HTML(hint, elem_classes="said-compare")
-            table = _table("recipes compared", "answers-compare", column_widths=_WIDTHS)
-            bars = gr.BarPlot(
-                x="recipe", y="milliseconds", title="Time to first token", x_title=" ", y_title="ms",
-                x_label_angle=-20, sort=None,
-                y_lim=[0, None], height=220, visible=False, buttons=[], elem_classes="times-compare",
-            )  # fmt: skip
-            drawings = gr.Gallery(
-                label="What each recipe keeps",
-                show_label=False, columns=3, height="auto", object_fit="contain", visible=False,
-                interactive=False, buttons=["fullscreen"], elem_classes="drawing-compare",
-            )  # fmt: skip
+            table = gr.HTML(elem_classes="answers-compare")
+            drawings = gr.HTML(elem_classes="drawing-compare")
 
     def run(
-        visitor: Visitor, stop: threading.Event, media: str | None, question: str, names: list[str], retain: float
+        visitor: Visitor,
+        stop: threading.Event,
+        media: str | None,
+        question: str,
+        names: list[str],
+        retain: float | None,
     ) -> Iterator[Any]:
         prompt = _shown("picture", media, question)
         if not 1 <= len(names or []) <= _MOST:
             raise MmaccelError(f"Choose 1 to {_MOST} recipes to compare.")
-        found = [limits.recipe(name, float(retain)) for name in names]
+        found = [limits.recipe(name, retain) for name in names]
         for exchange in house.engine("picture").ask(prompt, found, _ANSWER, stop):
-            yield "", gr.update(value=pd.DataFrame(cards.comparison(exchange)), visible=True), gr.skip(), gr.skip()
-        views = {one.title: one.view for one in exchange.fast if one.view is not None}
-        yield (
-            cards.say(exchange.note()),
-            gr.update(value=pd.DataFrame(cards.comparison(exchange)), visible=True),
-            gr.update(
-                value=pd.DataFrame(took := cards.times(exchange)),
-                visible=bool(views) and exchange.timed,
-                sort=took["recipe"],
-            ),
-            gr.update(value=overlay.sheet(views), visible=bool(views)),
-        )
+            compared = cards.table(cards.comparison(exchange), "recipes compared")
+            yield cards.say(exchange.busy), compared, gr.skip()
+        views = [(one.title, one.view) for one in exchange.fast if one.view is not None]
+        yield cards.say(exchange.note()), compared, overlay.divided(overlay.sheet(views))
 
-    inputs, outputs = [media, question, chosen, retain], [said, table, bars, drawings]
-    blank = ("", _NOTHING, _NOTHING, _NOTHING)
-    _turns(visitors, [ask.click, question.submit], stop, run, inputs, outputs, blank, picked)
+    inputs, outputs = [media, question, chosen, retain], [said, table, drawings]
+    _turns(visitors, [ask.click, question.submit], stop, run, inputs, outputs, ("", "", ""), picked)
     return chosen
 
 
@@ -588,7 +570,7 @@ def _endpoints(house: House) -> None:
 
     def answer(kind: str, path: str | None, question: str, name: str, retain: float, longest: float) -> dict[str, Any]:
         # 0 leaves the budget to the recipe
-        chosen = limits.recipe(name, float(retain) if retain else None)
+        chosen = limits.recipe(name, retain or None)
         prompt = _shown(kind, path, question, 16)
         length = limits.number(longest, 1, limits.ANSWER, "longest")
         *_, exchange = house.engine(kind).ask(prompt, [chosen], length, threading.Event())

@@ -70,7 +70,8 @@ def launch(house: House, folder: Path, allowed: Sequence[str] = (), **options: A
     allowed : names, or patterns of names, by which the page may be asked for beside ``localhost`` and addresses.
     **options : those of ``gr.Blocks.launch``.
     """
-    blocks = build(house, examples.make(folder))
+    found = examples.make(folder)
+    blocks = build(house, found)
     blocks.queue(max_size=_WAITING, default_concurrency_limit=house.several)
     _, address, _ = blocks.launch(
         prevent_thread_lock=True,
@@ -83,10 +84,16 @@ def launch(house: House, folder: Path, allowed: Sequence[str] = (), **options: A
         app_kwargs={"middleware": [Middleware(Entrance, folder=folder, allowed=allowed)]},
         theme=gr.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
         css_paths=[_HERE / "style.css"],
-        head=f"<script>{(_HERE / 'page.js').read_text(encoding='utf-8')}</script>",
+        head=f"<script>{_script(found)}</script>",
         **options,
     )
     return blocks, address
+
+
+def _script(found: Sequence[examples.Example]) -> str:
+    """The script of the page, which knows the questions of the examples by their files."""
+    known = json.dumps({one.path.name: one.question for one in found}).replace("<", "\\u003c")
+    return (_HERE / "page.js").read_text(encoding="utf-8").replace("EXAMPLES", known)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import gc
 import re
 import threading
 import time
 import types
+import weakref
 from html import escape
 
 import numpy as np
@@ -20,6 +23,7 @@ from tail import few
 
 from mmaccel import MmaccelError, Recipe, Reduction, Stage, accelerated, is_accelerated, recipes
 from mmaccel.cli import ask
+from mmaccel.core.transformers_api import cache_of
 from mmaccel.media.files import Clip, Prompt, encode
 from mmaccel.programs import model_lock
 
@@ -359,22 +363,91 @@ def test_steps_through_layers_and_the_cache(house, files):
     assert re.search(r"kept by 1 of \d heads", overlay.draw(view, 1))
 
 
-def test_times_of_models_that_gain_none_are_not_shown(house, films, files):
-    """Of the shipped models no time stands anywhere, and a sentence says why; of a model of the user's they do."""
-    for where, prompt, timed in (
-        (house.engine("picture"), scene(files), False),
-        (films, Prompt("what?", clip=clip()), True),
-    ):
-        exchange = answered(where, prompt, "uniform", retain=0.25)
-        assert exchange.fast[0].answer.logits is None, "what was compared is let go of"
-        assert ("time to first token" in cards.figures(exchange)[""]) is timed
-        assert ("first token" in cards.costs(exchange)["what"]) is timed
-        assert ("first token" in cards.comparison(exchange)) is timed
-        said = exchange.note()
-        assert ("Times are of one run each, after a warm-up." in said) is timed
-        assert ("too small to gain time" in said) is not timed
-        found = exchange.fast[0].agreement
-        assert f"tokens compared: {found['kl_tokens']})" in cards.columns(exchange)
+TIMES = ("first_token_seconds", "tokens_per_second")
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_times_of_models_that_gain_none_are_not_shown(house, files, monkeypatch, timed):
+    """It is the size of the model that counts, and not who named it; a sentence says why."""
+    if timed:
+        monkeypatch.setattr(engine, "GAINS", 0)
+    exchange = answered(house.engine("picture"), scene(files), "uniform", retain=0.25)
+    assert exchange.fast[0].answer.logits is None, "what was compared is let go of"
+    assert ("time to first token" in cards.figures(exchange)["figure"]) is timed
+    assert ("first token" in cards.comparison(exchange)) is timed
+    said = exchange.note()
+    assert ("Times are medians of 3 warm runs each, taken in turn." in said) is timed
+    few = "No times are shown: mini-llava has 3.5 million parameters, too few to gain time from fewer tokens."
+    assert (few in said) is not timed
+    found = exchange.fast[0].agreement
+    assert f"tokens compared: {found['kl_tokens']})" in cards.columns(exchange)
+    # programs are given the same
+    report = exchange.report()
+    for one in (report["full"], *report["accelerated"]):
+        assert (one["first_token_seconds"] is not None) is timed
+        assert "total_seconds" not in one and "seconds" not in one["stats"], "those are of a single run"
+        assert timed or one["tokens_per_second"] is None
+
+
+def test_a_named_model_that_is_small_has_no_times_either(files):
+    named = engine.House(argparse.Namespace(**{**vars(OPTIONS), "model": str(ask.SHIPPED)}))
+    named.load()
+    exchange = answered(named.engine("picture"), scene(files), "uniform", longest=1)
+    assert not exchange.timed and "too few to gain time" in exchange.note()
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The runs of a model that is large enough for times: recipes in their order; each takes seconds that the test lists."""
+    monkeypatch.setattr(engine, "GAINS", 0)
+    found, inner = types.SimpleNamespace(names=[], seconds=[], then=lambda: None), ask.answer
+
+    def run(model, processor, inputs, recipe, *rest):
+        found.names.append(recipe.name)
+        found.then()
+        answer = inner(model, processor, inputs, recipe, *rest)
+        if found.seconds:
+            answer.first_token_seconds = answer.tokens_per_second = found.seconds.pop(0)
+        return answer
+
+    monkeypatch.setattr(ask, "answer", run)
+    return found
+
+
+def test_times_are_medians_of_runs_in_turn(films, runs):
+    """The answers themselves come before, and one slow run changes no time. Two recipes of one name are kept apart."""
+    runs.seconds = [99, 99, 99, *(1, 10, 100), *(70, 30, 300), *(2, 20, 200)]
+    exchange = answered(films, Prompt("what?", clip=clip()), "uniform", "uniform", longest=2)
+    assert runs.names == ["none", "uniform", "uniform"] * 4
+    columns = (exchange.full, *exchange.fast)
+    assert [one.first_token_seconds for one in columns] == [2, 20, 200]
+    assert [one.tokens_per_second for one in columns] == [2, 20, 200]
+    assert cards.comparison(exchange)["first token"] == [cards.seconds(x) for x in (2, 20, 200)]
+    assert exchange.report()["full"]["first_token_seconds"] == 2 and not exchange.busy
+
+
+def test_a_recipe_that_is_refused_is_not_timed(films, runs):
+    exchange = answered(films, Prompt("what?", clip=clip()), "vtc-cls", "uniform", longest=1)
+    assert runs.names == ["none", "uniform"] * 4
+    assert exchange.timed and exchange.fast[0].first_token_seconds is None
+    assert cards.comparison(exchange)["first token"][1] == ""
+
+
+@pytest.mark.parametrize("end", ["stopped", "time limit"])
+def test_answers_stay_when_their_times_are_broken_off(films, runs, slow, end):
+    stop, seen = threading.Event(), []
+
+    def late():
+        if len(runs.names) == 5:  # two answers, one turn of both, and the next
+            stop.set() if end == "stopped" else setattr(slow, "now", slow.now + 1e6)
+
+    runs.then, films.seconds = late, 1e5
+    for exchange in films.ask(Prompt("what?", clip=clip()), [limits.recipe("uniform")], 2, stop):
+        seen.append(exchange.busy)
+    assert "Times are being measured: run 2 of 3 ..." in seen and not exchange.busy
+    assert exchange.done and not exchange.timed and len(runs.names) == 5
+    assert "No times are shown: the question ended before 3 runs of each answer were measured." in exchange.note()
+    assert not films.lock.locked() and not is_accelerated(films.model)
 
 
 def test_tokens_and_keys_are_named_as_what_they_are(house, files):
@@ -386,25 +459,101 @@ def test_tokens_and_keys_are_named_as_what_they_are(house, files):
         rows = {name: rest for name, *rest in zip(*cards.figures(exchange).values(), strict=True)}
         assert rows[cards.LEFT] == ["196", str(tokens), f"{tokens / 196:.0%}"]
         assert rows[cards.HELD] == ["196", "49", "25%"]
-        bars = dict(zip(*cards.costs(exchange).values(), strict=True))
-        assert bars["tokens"] == pytest.approx(100 * tokens / 196) and bars["keys"] == pytest.approx(25)
+        assert "<td style=--share:25%>25%</td>" in cards.table(cards.figures(exchange), "figures")
         compared = cards.comparison(exchange)
         assert list(compared[cards.LEFT]) == ["196", str(tokens)] and list(compared[cards.HELD]) == ["196", "49"]
         view = exchange.fast[0].view
         said = re.search(r'mm-count">(.*?)</p>', overlay.draw(view, len(view.steps) - 1))[1]
         if name == "snapkv":
-            assert "A head holds the keys of 49 of 196 visual tokens (25%); " in said
+            assert "a head holds the keys of 49 of 196 visual tokens (25%); " in said
         else:
             assert "49 of 196 visual tokens stay (25%)" in said
 
 
 def test_the_pair_of_pictures(house, films, files):
     view = answered(house.engine("picture"), scene(files), "divprune", retain=0.25).fast[0].view
-    before, after = (np.asarray(one.convert("L"), dtype=float) for one in overlay.pair(view, 1))
+    before, after = (np.asarray(one.convert("L"), dtype=float) for one, _ in overlay.pair(view, 1))
     assert before.shape == after.shape and after.mean() < 0.6 * before.mean(), "three quarters are dark"
-    shown = overlay.sheet({"mine": view})
-    assert [title for _, title in shown] == ["mine"]
-    assert overlay.pair(answered(films, Prompt("what?", clip=clip()), "uniform").fast[0].view, 1) is None
+    shown = overlay.divided(overlay.pair(view, 1))
+    assert shown.count("<img") == 2 and "<select" not in shown and "<span>projector: divprune</span>" in shown
+    none = overlay.pair(answered(films, Prompt("what?", clip=clip()), "uniform").fast[0].view, 1)
+    assert none == [] and overlay.divided(none) == ""
+
+
+def test_two_recipes_are_compared_on_one_picture(house, files):
+    """All that were asked can stand on either side, and the full picture too; at first the first two do."""
+    exchange = answered(house.engine("picture"), scene(files), "divprune", "snapkv", "resize", retain=0.25)
+    sheet = overlay.sheet([(one.title, one.view) for one in exchange.fast])
+    assert [title for _, title in sheet] == [
+        "full model",
+        "divprune 25%: 49 of 196 visual tokens stay (25%)",
+        "snapkv 25%: a head holds the keys of 49 of 196 visual tokens (25%)",
+        "resize 25%: all tokens stay",
+    ]
+    assert len({image.size for image, _ in sheet}) == 1, "they lie above each other"
+    shown = overlay.divided(sheet)
+    assert re.findall(r"<option selected>(\w+)", shown) == ["divprune", "snapkv"]
+    assert shown.count("<option") == 8 and shown.count("<figure>") == 4 and shown.count("data:image") == 6
+    one = overlay.divided(overlay.sheet([("<b>", exchange.fast[0].view)]))
+    assert "<span>full model</span>" in one and "&lt;b&gt;" in one and "<b>" not in one
+    assert overlay.divided(overlay.sheet([])) == ""
+
+
+@pytest.mark.parametrize(
+    "name", few(["divprune", "fastv", "snapkv", "pyramiddrop", "adakv", "kivi"], ["fastv", "snapkv"])
+)
+def test_every_layer_has_its_tokens_and_keys(house, files, name):
+    """As many as the figures of the call count."""
+    exchange = answered(house.engine("picture"), scene(files), name)
+    fast, view = exchange.fast[0].answer, exchange.fast[0].view
+    found = cards.layers(view)
+    assert found["layer"] == list(range(5))
+    assert sum(found["tokens"]) / 5 == pytest.approx(fast.visual_tokens_per_layer)
+    keys = [float(layer.heads[view.visual].sum()) / layer.of for layer in view.layers]
+    assert [f"{one:.0f}" for one in keys] == found["keys a head"]
+    assert sum(keys) / 5 == pytest.approx(cards.held(fast), abs=0.5)
+    html = overlay.draw(dataclasses.replace(view, steps=view.layers), 4)
+    assert "cache of layer 4" in html and f"a head holds the keys of {keys[4]:.0f} of 196" in html
+
+
+def test_layers_that_keep_no_keys():
+    """Of a model in which only every other layer has a cache of keys: its layers have the numbers that they have there."""
+    where = engine.Engine(zoo.model("qwen3_5"), zoo.processor("qwen3_5"), "tiny")
+    view = answered(where, Prompt("what?", (zoo.Image.new("RGB", (90, 60), "red"),)), "snapkv").fast[0].view
+    assert cards.layers(view)["layer"] == [0, 1, 2, 3]
+    assert [held == "none" for held in cards.layers(view)["keys a head"]] == [True, False, True, False]
+    assert [step.title for step in view.steps[1:]] == ["cache of layer 1: snapkv", "cache of layer 3: snapkv"]
+    assert view.layers[0].title == "layer 0, which keeps no keys"
+
+
+def test_recipes_share_one_model(house, films, monkeypatch):
+    """While a recipe answers, the weights are there once, and the cache of the recipe before is gone."""
+    caches, alive, inner = [], [], ask.answer
+
+    def run(model, *rest):
+        assert _weights(films) == before
+        alive.append(sum(one() is not None for one in caches))
+        *rest, after = rest
+
+        def note(model, out):
+            caches.extend(weakref.ref(layer) for layer in cache_of(out).layers)
+            after(model, out)
+
+        return inner(model, *rest, note)
+
+    before = _weights(films)
+    monkeypatch.setattr(ask, "answer", run)
+    exchange = answered(films, Prompt("what?", clip=clip()), "uniform", "snapkv", "divprune")
+    assert exchange.done and len(caches) >= 12
+    assert alive == [0, 0, 0, 0]
+
+
+def _weights(where):
+    """Where weights of the shapes of this model lie: a copy of the model would add to them."""
+    gc.collect()
+    shapes = {one.shape for one in where.model.parameters()}
+    weights = [one for one in gc.get_objects() if type(one) is torch.nn.Parameter and one.shape in shapes]
+    return {one.untyped_storage().data_ptr() for one in weights}
 
 
 def test_pixels_only(house, files):

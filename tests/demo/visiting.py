@@ -74,8 +74,8 @@ class Visit:
             self.all(".overflow-menu > button")[0].click()
             found = self.until(lambda: [e for e in self.all(".overflow-dropdown button") if e.text == name])
         found[0].click()
-        if name == "Video":
-            self.answered("video")
+        if name in ("Video", "Layers"):
+            self.answered(name.lower())
 
     def answered(self, kind: str) -> None:
         """Wait for both answers to what was asked last, the example that every visitor is shown included, and their figures."""
@@ -84,9 +84,9 @@ class Visit:
 
     def rows(self, selector: str) -> list[list[str]]:
         """The cells of a table that is seen."""
-        cells = "[...r.querySelectorAll('[role=gridcell]')].map(e => e.innerText.trim())"
+        cells = "[...r.querySelectorAll('th, td')].map(e => e.innerText.trim())"
         rows = f"[...document.querySelectorAll(arguments[0])].filter(r => r.checkVisibility()).map(r => {cells})"
-        found = self.driver.execute_script(f"return {rows}", f"{selector} [role=row]")
+        found = self.driver.execute_script(f"return {rows}", f"{selector} tbody tr")
         return [row for row in found if any(row)]
 
     def press(self, name: str) -> None:
@@ -100,6 +100,42 @@ class Visit:
     def forget(self) -> None:
         """Mark the answers that are seen, so that they are not taken for those to come."""
         self.driver.execute_script("document.querySelectorAll('.mm-columns').forEach(e => e.dataset.old = 1)")
+
+    def unnamed(self) -> list[str]:
+        """Controls that are seen and that a screen reader has no name for, or one without a letter."""
+        self.driver.execute_cdp_cmd("Accessibility.enable", {})
+        found = []
+        for node in self.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]:
+            focusable = any(one["name"] == "focusable" for one in node.get("properties", []))
+            if node["ignored"] or not focusable or node["role"]["value"] == "RootWebArea":
+                continue
+            name = node.get("name", {}).get("value", "")
+            if not any(letter.isalpha() for letter in name):
+                about = self.driver.execute_cdp_cmd("DOM.describeNode", {"backendNodeId": node["backendDOMNodeId"]})
+                found.append(
+                    f"{node['role']['value']} {name!r} {about['node']['localName']} {about['node']['attributes']}"
+                )
+        return found
+
+    def focus(self) -> str:
+        """What has the focus, as a screen reader names it; empty where nothing has."""
+        element = self.driver.switch_to.active_element
+        return "" if element.tag_name == "body" else " ".join(str(element.accessible_name).split())
+
+    def keys(self, *pressed: str) -> None:
+        """Press keys where the focus is."""
+        self.driver.switch_to.active_element.send_keys(*pressed)
+
+    def tab_to(self, name: str) -> list[str]:
+        """Press Tab until a control whose name begins so has the focus; returns the names that it passed."""
+        from selenium.webdriver.common.keys import Keys
+
+        passed: list[str] = []
+        while not (passed and passed[-1].startswith(name)):
+            assert len(passed) < 60, f"Tab does not reach {name!r}, but {passed}"
+            self.keys(Keys.TAB)
+            passed.append(self.focus())
+        return passed
 
     def panel(self) -> Any:
         return self.all("[role=tabpanel]")[0]
@@ -172,7 +208,8 @@ def screenshots(address: str, folder: Path) -> None:
             # Gradio takes light or dark from the browser when the page is opened
             page = Visit(driver, address, width, 900, dark)
             for tab, kind in (
-                ("Picture", "picture"), ("Video", "video"), ("Compare recipes", "compare"), ("Stream", "stream"),
+                ("Picture", "picture"), ("Video", "video"), ("Layers", "layers"), ("Compare recipes", "compare"),
+                ("Stream", "stream"),
             ):  # fmt: skip
                 _shoot(page, tab, kind, width, dark, folder)
     finally:
