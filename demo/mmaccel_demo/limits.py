@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ TIMES, LEAST, CONTEXT = 8, 1024, 1 << 15
 FRAMES, ANSWER = 32, 256
 #: frames of a clip that comes as if live, and how many a second of it
 STREAMED, STREAM_FPS = 256, 4.0
+#: half of a pair of surrogates, as a character or escaped in JSON, which no answer can carry back to the page
+_HALF = re.compile(
+    r"[\ud800-\udfff]|\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+)
 #: options of methods that name files or models
 _NAMES = ("clip", "clip_model", "draft", "selector")
 
@@ -45,12 +50,19 @@ def question(text: str | None) -> str:
     MmaccelError
         If there is none, or it is too long.
     """
-    asked = (text or "").strip()
+    asked = _text(text, "The question")
     if not asked:
         raise MmaccelError("The question is empty; write what you want to know.")
     if len(asked) > QUESTION:
         raise MmaccelError(f"The question has {len(asked)} characters; at most {QUESTION} are taken.")
     return asked
+
+
+def _text(text: str | None, what: str) -> str:
+    found = (text or "").strip()
+    if _HALF.search(found):
+        raise MmaccelError(f"{what} has half of a surrogate pair, which is no character; leave it out.")
+    return found
 
 
 def picture(path: str | None) -> PILImage:
@@ -101,7 +113,7 @@ def recipe(text: str | None, retain: Any = None) -> Recipe:
     """
     if retain is not None and (not _is_number(retain) or not 0 < retain <= 1):
         raise MmaccelError(f"The share of the visual tokens must be greater than 0 and at most 1, got {retain}.")
-    text = (text or "").strip()
+    text = _text(text, "The recipe")
     if len(text) > RECIPE:
         raise MmaccelError(f"The recipe has {len(text)} characters; at most {RECIPE} are taken.")
     if text.startswith("{"):

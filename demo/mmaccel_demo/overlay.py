@@ -54,7 +54,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStep(Step):
-    """What one decoder layer has of the tokens at the end of the answer.
+    """The tokens and keys of one decoder layer at the end of the answer.
 
     number : of the layer in the model; one that keeps no keys, such as a recurrent layer, has no ``heads``.
     reaches : ``[S]`` bool, tokens in the hidden states that it read in the prefill.

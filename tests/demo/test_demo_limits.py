@@ -72,7 +72,37 @@ def test_recipes():
     refused("not valid JSON", limits.recipe, "{")
     refused("has no option 'speed'", limits.recipe, _stage("divprune", {"speed": 9}))
     refused("at most 20000", limits.recipe, "{" + "x" * 20_000)
-    refused("retain", limits.recipe, "divprune", 1.5)
+    refused("share of the visual tokens", limits.recipe, "divprune", 1.5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[]", "null", "3", "{}", "{]", "{'name': 1}", '{"name": 5}', '{"name": "x", "stages": [1]}', '{"a":' * 3000),
+        *(
+            '{"name": "x", "stages": [{"method": "divprune", "retain": RETAIN}]}'.replace("RETAIN", x)
+            for x in ("NaN", '"a"', "[]", "9" * 5000)
+        ),
+    ],
+)
+def test_nonsense_pasted_as_a_recipe(text):
+    refused(".", limits.recipe, text)
+
+
+@pytest.mark.parametrize("half", ["\ud800", "\udc00", "\\ud83d", "\\uDE00", "\\ude00\\ud83d", "\\ud83d\\ud83d\\ude00"])
+def test_halves_of_characters(half):
+    """Text that no answer could carry to the page: the request would fail without a sentence."""
+    refused("^The recipe has half of a surrogate pair", limits.recipe, _stage("divprune", {}).replace("mine", half))
+    refused("^The question has half of a surrogate pair", limits.question, half)
+    for whole in ("\\ud83d\\ude00", "\U0001f600"):
+        assert limits.recipe(_stage("divprune", {}).replace("mine", whole)).name == "\U0001f600"
+
+
+@pytest.mark.parametrize("retain", [0, -1, 1.5, True, "0.5", float("nan"), float("inf"), [0.5]])
+def test_shares_that_are_none(retain):
+    refused(
+        "^The share of the visual tokens must be greater than 0 and at most 1, got ", limits.recipe, "divprune", retain
+    )
 
 
 @pytest.mark.parametrize("name", ["../../recipe.json", "/etc/passwd", "~/x.json", "recipe.json"])
