@@ -317,10 +317,22 @@ def test_docstrings_become_markdown() -> None:
     ------
     MmaccelError
         If not.
+
+    Examples
+    --------
+    >>> for name in ("a", "b"):
+    ...     print(f"{name} : ``1``")
+    a : ``1``
+
+    >>> both
+
+    Then go on.
     """
     assert docstrings.markdown(text) == (
         "One `B` of `x`.\n\n**Parameters**\n\n- `one`, `*two`: what it is,\n  at length.\n\n"
-        "**Raises**\n\n- `MmaccelError`: \n  If not."
+        "**Raises**\n\n- `MmaccelError`: \n  If not.\n\n**Examples**\n\n"
+        '```pycon\n>>> for name in ("a", "b"):\n...     print(f"{name} : ``1``")\na : ``1``\n```\n\n'
+        "```pycon\n>>> both\n```\n\nThen go on."
     )
 
 

@@ -1,4 +1,5 @@
-"""Docstrings as Markdown: sections, lists of names and their meanings, and roles, as the code of this project writes them."""
+"""Docstrings as Markdown: sections, lists of names and their meanings, examples, and roles, as the code of this project writes
+them."""
 
 from __future__ import annotations
 
@@ -15,19 +16,27 @@ except ImportError:  # tests and tables of methods do without the builder of the
 #: ``name, other : meaning``, its continuation indented
 ENTRY = re.compile(r"^((?:\*{0,2}\w+)(?:, \*{0,2}\w+)*) : (.*)$")
 SECTION = re.compile(r"^(\w[\w ]*)\n-{3,}$", re.M)
+#: a prompt of Python, and all lines up to the next empty one
+EXAMPLE = re.compile(r"^(>>> .*(?:\n.+)*)", re.M)
 
 
 def markdown(text: str) -> str:
     """A docstring as Markdown."""
-    text = re.sub(r":\w+:`~?([^`]+)`", lambda found: f"`{found[1].rsplit('.', 1)[-1]}`", inspect.cleandoc(text))
+    parts = EXAMPLE.split(inspect.cleandoc(text))
+    made = [f"```pycon\n{part}\n```" if at % 2 else prose(part) for at, part in enumerate(parts)]
+    return "\n\n".join(part for part in made if part)
+
+
+def prose(text: str) -> str:
+    """What stands between the examples of a docstring, as Markdown."""
+    text = re.sub(r":\w+:`~?([^`]+)`", lambda found: f"`{found[1].rsplit('.', 1)[-1]}`", text.strip("\n"))
     text = re.sub(r"``([^`]+)``", r"`\1`", text)
     head, *sections = re.split(SECTION, text)
     parts = ["\n".join(listed(head.rstrip().splitlines()))]
     for title, body in zip(sections[::2], sections[1::2], strict=True):
-        parts.append(
-            f"**{title}**\n\n" + "\n".join(listed(body.strip("\n").splitlines(), title in ("Raises", "Warns")))
-        )
-    return "\n\n".join(part for part in parts if part)
+        lines = body.strip("\n").splitlines()
+        parts.append(f"**{title}**\n\n" + "\n".join(listed(lines, title in ("Raises", "Warns"))))
+    return "\n\n".join(part.rstrip() for part in parts if part)
 
 
 def listed(lines: list[str], alone: bool = False) -> Iterator[str]:
