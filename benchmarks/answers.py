@@ -29,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from folding import folded, share
 from scipy.stats import binomtest
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmaccel.accelerate.tuned import fingerprint
 from mmaccel.cli.shared.measure import percent
-from mmaccel.cli.shared.text import markdown, put_between
+from mmaccel.cli.shared.text import put_between
 from mmaccel.errors import MmaccelError
 from mmaccel.families.load import MODELS, located
 from mmaccel.programs.bench import provenance
@@ -276,23 +277,26 @@ def against(title: str, rows: Mapping[str, Measurement]) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    """One line a recipe, and where it comes from."""
-    heads = "recipe", "questions", "answers kept", "95 % interval", "against `divprune`", "KL"
+    """One line a recipe, first those that keep most answers and of these the cheapest, and where it comes from."""
+    heads = "recipe", "answers kept (95 %)", "against `divprune`", "KL"
     lines = [[*heads, "tokens a layer", "KV bytes", "computed TTFT"]]
     rows = dict(found(report))
-    for title, seen in sorted(rows.items(), key=lambda row: (row[1].share("cost"), row[0])):
-        low, high = interval(sum(seen.kept), len(seen.kept))
+    for title, seen in sorted(rows.items(), key=lambda row: (-row[1].agreement, row[1].share("cost"), row[0])):
         shares = [percent(seen.share(goal)) for goal in ("tokens", "kv", "ttft")]
-        kept = percent(seen.agreement)
-        among = f"{percent(low)} to {percent(high)}"
         lines.append(
-            [f"`{title}`", str(len(seen.kept)), kept, among, against(title, rows), f"{seen.divergence:.2g}", *shares]
+            [
+                f"`{title}`",
+                share(sum(seen.kept), len(seen.kept)),
+                against(title, rows),
+                f"{seen.divergence:.2g}",
+                *shares,
+            ]
         )
     said = [f"Left out: `{title}`: {why}" for title, why in report["refused"].items()]
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     commands = "`, `".join(report["commands"])
     made = f"`{commands}`, {report['date']}, {report['machine']}, {versions}."
-    return "\n\n".join([markdown(lines), *said, f"`{report['model']}`. {made}"])
+    return folded(lines, "\n\n".join([*said, f"`{report['model']}`. {made}"]))
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

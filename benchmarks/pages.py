@@ -36,11 +36,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from folding import fold, folded, share
 from tqdm import tqdm
 
 from mmaccel import load
 from mmaccel.accelerate import accelerated
-from mmaccel.cli.shared.measure import percent
 from mmaccel.cli.shared.options import RecipeOptions
 from mmaccel.cli.shared.text import markdown, put_between, write_json
 from mmaccel.core.files import write_whole
@@ -354,36 +354,29 @@ def report(args: argparse.Namespace, journal: Journal, peer: Kvpress | None = No
 
 
 def table(found: dict[str, Any]) -> str:
-    """The report as Markdown: best row first, a column a kind."""
+    """The report as Markdown: best row first; the columns of the kinds are folded."""
     kinds = [kind for kind in PAGE_KINDS if any(kind in row["kinds"] for row in found["rows"].values())]
     lines = []
     for title, row in found["rows"].items():
         right = sum(pair["right"] for pair in row["kinds"].values())
         count = sum(pair["asked"] for pair in row["kinds"].values())
-        low, high = interval(right, count)
         name, _, rest = title.partition(":")
         budget, *settings = rest.split(":")
         cells = [f"{pair['right']}/{pair['asked']}" if (pair := row["kinds"].get(kind)) else "" for kind in kinds]
-        share = f"{percent(right / count)} ({100 * low:.0f} to {100 * high:.0f})"
         kb = f"{row['kv_bytes'] / 2**20:.1f}" if "kv_bytes" in row else ""
-        lines.append(
-            ((right / count, title), [f"`{' '.join([name, *settings])}`", budget, share, str(count), kb, *cells])
-        )
+        cells = [f"`{' '.join([name, *settings])}`", budget, share(right, count), kb, *cells]
+        lines.append(((right / count, title), cells))
     lines.sort(key=lambda line: (-line[0][0], line[0][1]))
-    head = ["recipe", "budget", "right answers (95 %)", "of", "KV, MiB", *kinds]
+    head = ["recipe", "budget", "right answers (95 %)", "KV, MiB", *kinds]
     processor, threads = found["machine"]["processor"], found["machine"]["threads"]
     about = f"`{found['command']}`, {found['date']}, {found['dtype']}, {processor}, threads {threads}, " + ", ".join(
         f"{name} {number}" for name, number in {**found["versions"], **found.get("kvpress", {})}.items()
     )
     refused = "".join(f"\n- `{title}`: {why}" for title, why in found["refused"].items())
-    return "\n".join(
-        [
-            markdown([head, *(cells for _, cells in lines)]),
-            "",
-            f"{about}.",
-            *(["", "Not run:", refused] if refused else []),
-        ]
-    )
+    rows = [head, *(cells for _, cells in lines)]
+    by_kind = fold("Right answers of each kind of question", markdown([[*row[:2], *row[4:]] for row in rows]))
+    not_run = f"\n\nNot run:\n{refused}" if refused else ""
+    return f"{folded([row[:4] for row in rows], f'{about}.{not_run}')}\n\n{by_kind}"
 
 
 def losses(found: dict[str, Any]) -> str:

@@ -21,17 +21,17 @@ from typing import Any
 
 import torch
 from answers import FRAMES, KINDS, SIDES, asked, sign_test, write
+from folding import folded, share
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmaccel.accelerate.tuned import fingerprint
 from mmaccel.cli.shared.measure import percent
-from mmaccel.cli.shared.text import markdown, put_between
+from mmaccel.cli.shared.text import put_between
 from mmaccel.errors import MmaccelError
 from mmaccel.families.load import located
 from mmaccel.programs.bench import provenance
 from mmaccel.programs.evaluate import Question, ask_suite, batches
 from mmaccel.programs.tune.baselines import at_equal_cost
-from mmaccel.programs.tune.confidence import interval
 from mmaccel.programs.tune.evaluate import AnsweredBatch, Measurement
 from mmaccel.programs.tune.tuning import tune
 from mmaccel.recipe import Recipe, get_recipe, recipes
@@ -103,19 +103,10 @@ def table(report: dict[str, Any]) -> str:
     """The searched recipe, and the fixed ones that come nearest to it."""
     rows = {name: Measurement.of(row) for name, row in report["rows"].items()}
     tuned = rows.pop("tuned")
-    lines = [
-        ["recipe", "answers kept", "95 % interval", "tokens a layer", "only the searched one keeps, only this one"]
-    ]
+    lines = [["recipe", "answers kept (95 %)", "tokens a layer", "only the searched one keeps, only this one"]]
 
     def line(name: str, seen: Measurement, beside: str) -> list[str]:
-        low, high = interval(sum(seen.kept), len(seen.kept))
-        return [
-            name,
-            percent(seen.agreement),
-            f"{percent(low)} to {percent(high)}",
-            percent(seen.share("tokens")),
-            beside,
-        ]
+        return [name, share(sum(seen.kept), len(seen.kept)), percent(seen.share("tokens")), beside]
 
     found = Recipe.from_json(report["recipe"])
     parts = [f"`{told(stage)}`" for stage in found.stages]
@@ -133,7 +124,7 @@ def table(report: dict[str, Any]) -> str:
     )
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     made = f"`{report['command']}`, {report['date']}, {report['machine']}, {versions}."
-    return "\n\n".join([markdown(lines), f"{len(tuned.kept)} questions, `{report['model']}`; {others} {made}"])
+    return folded(lines, f"{len(tuned.kept)} questions, `{report['model']}`; {others} {made}")
 
 
 def told(stage: Any) -> str:

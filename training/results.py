@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from mmaccel.cli.shared.bench_report import HEAD, cases, line, losses
+from benchmarks.folding import fold, folded
+from mmaccel.cli.shared.bench_report import cases, line, losses
 from mmaccel.cli.shared.measure import percent
 from mmaccel.cli.shared.text import nbytes, seconds
 from mmaccel.programs.bench import provenance
@@ -100,7 +101,7 @@ def clip_table(record: dict[str, Any]) -> str:
 
 
 def recipes_table(record: dict[str, Any]) -> str:
-    """A line for every recipe that was compared: accuracy, KL and bytes of the cache at each budget."""
+    """A line for every recipe that was compared: accuracy, KL and bytes of the cache at each budget, best first."""
     budgets = list(dict.fromkeys(row["retain"] for row in record["rows"] if row["retain"] is not None))
     measured: dict[str, dict[float | None, dict[str, float]]] = {}
     for row in record["rows"]:
@@ -114,12 +115,11 @@ def recipes_table(record: dict[str, Any]) -> str:
             shares = (figures["visual_share_per_layer"], figures["kv_share"])
             line += [f"{figures['accuracy']:.1%}", f"{figures['kl']:.3f}", *(f"{share:.0%}" for share in shares)]
         rows.append(line)
+    rows[1:] = sorted(rows[1:], key=lambda line: -float(line[1].rstrip("%")))
     versions = record["settings"]["versions"]
     origin = f"`{record['command']}`, {record['date']}, {record['machine']}"
-    return (
-        f"{_table(rows)}\n\n{record['questions']} questions. "
-        f"{origin}, torch {versions['torch']}, transformers {versions['transformers']}."
-    )
+    about = f"{record['questions']} questions. {origin}, torch {versions['torch']}, transformers {versions['transformers']}."
+    return folded(rows, about)
 
 
 def prefill_table(record: dict[str, Any]) -> str:
@@ -161,14 +161,35 @@ def video_qa_table(record: dict[str, Any]) -> str:
 
 
 def bench_table(record: dict[str, Any]) -> str:
-    """What ``mmaccel bench`` measured, a line for every load and recipe, and what got slower, in words."""
-    rows, words = [["load", *HEAD]], []
+    """What ``mmaccel bench`` measured, a table for every load with what operations promise in brackets, the earliest first
+    token first, and what got slower, in words."""
+    head = ["recipe", "tokens", "first token", "x (promised)", "tokens/s", "x (promised)", "requests/s", "x (promised)"]
+    head += ["peak", "KV", "FLOPs saved"]
+    parts, words = [], []
     for title, found in cases(record):
-        rows += [[title, *line(row)] for row in found if row["problem"] is None]
+        rows = [line(row) for row in sorted(found, key=_first_token) if row["problem"] is None]
+        parts += [f"{title}:", _table([head, *map(_promised_in_brackets, rows)])]
         words += [f"- {row['recipe']}: {row['problem']}" for row in found if row["problem"] is not None]
         words += [f"- {title}: {sentence}" for row in found for sentence in losses(row)]
     known = {**record, "machine": f"{record['machine']['processor']}, {record['machine']['threads']} threads"}
-    return "\n".join([_table(rows), "", *dict.fromkeys(words), "", _origin(known)])
+    about = "\n".join([*dict.fromkeys(words), "", _origin(known)])
+    return "\n\n".join([*parts, fold("What got slower; command, machine and versions", about)])
+
+
+def _first_token(row: dict[str, Any]) -> float:
+    """The bare model comes before all."""
+    return 0.0 if row["name"] == "bare" or row["problem"] else row["figures"]["ttft_s"]["median"]
+
+
+def _promised_in_brackets(cells: list[str]) -> list[str]:
+    """The cells of ``HEAD`` with one instead of two or three for every ratio."""
+    found = dict(enumerate(cells))
+    for at, width in ((3, 3), (7, 2), (10, 2)):
+        if found[at] != "-":
+            found[at] += f" ({found[at + 1]})"
+        for dropped in range(at + 1, at + width):
+            del found[dropped]
+    return list(found.values())
 
 
 def shipped_table() -> str:
