@@ -36,8 +36,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from mmaccel.accelerate.tuned import fingerprint
 from mmaccel.cli.shared.measure import percent
 from mmaccel.cli.shared.text import put_between
+from mmaccel.core.shipped_models import MODELS, located
 from mmaccel.errors import MmaccelError
-from mmaccel.families.load import MODELS, located
 from mmaccel.programs.bench import provenance
 from mmaccel.programs.evaluate import Question, ask_suite, batches
 from mmaccel.programs.tune.confidence import interval

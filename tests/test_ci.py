@@ -133,3 +133,22 @@ def test_only_a_tag_is_published() -> None:
     # the setting that this line fills in
     project = (ROOT / "pyproject.toml").read_text("utf-8")
     assert 's|^repository = \\"\\"$|' in step["run"] and project.count('\nrepository = ""\n') == 1
+
+
+def test_the_release_is_rehearsed() -> None:
+    """What the release builds and checks, `.ci/run` and the night do too, and they run the commands of the README."""
+    released = [step["run"] for step in steps("release") if step.get("run", "").startswith("python -m build")]
+    sources = [command.split()[-1] if "--outdir" in command else "." for command in released]
+    assert f"for source in {' '.join(sources)}; do" in SCRIPTS["shared"]
+    for check in ("-m twine check --strict", "tests/built.py"):
+        assert check in SCRIPTS["shared"] and any(check in step.get("run", "") for step in steps("release"))
+    for name in ("run", "nightly"):
+        assert all(f"{part} " in SCRIPTS[name] for part in ("install_built", "from_the_wheel"))
+        assert "build_release\n" in SCRIPTS[name]
+    readme = (ROOT / "README.md").read_text("utf-8")
+    shell = "".join(re.findall(r"```bash\n(.*?)```", readme, re.S))
+    commands = re.findall(r"(?:^|&& )mmaccel (\w+.*)$", shell, re.M)
+    # a server of a model of the hub; tests/serve starts it with a shipped one
+    started = [command for command in commands if not command.startswith("serve ")]
+    assert started and all(f'"$1/bin/mmaccel" {command}\n' in SCRIPTS["shared"] for command in started)
+    assert '"$1/bin/python" "$root/.ci/readme.py"' in SCRIPTS["shared"]

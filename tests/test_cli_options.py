@@ -283,6 +283,7 @@ def test_the_word_at_the_cursor_is_completed_without_torch() -> None:
         "tune --goal =": "ttft tokens kv cost",
         "eval --recipe none fastv snap": "snapkv",
         "eval --recipe=none --limit 3 --model mini-q": "mini-qwen-vl",
+        "eval --model mini-llava-": "mini-llava-deep",
         "methods snap": "snapkv",
         "compare --x ": "layers kv",
         "completion ": "bash zsh fish",

@@ -22,8 +22,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmaccel import Learned, MmaccelError, UnsupportedError, accelerate_vlm, accelerated, get_recipe, prepare
 from mmaccel.cli import main
+from mmaccel.core.shipped_models import located
 from mmaccel.families import families, family_of
-from mmaccel.families.load import located
 from mmaccel.integrations.vllm.architectures import ARCHITECTURES
 from mmaccel.integrations.vllm.plan import ServingPlan
 from mmaccel.integrations.vllm.settings import Settings

@@ -11,45 +11,40 @@ import zlib
 from pathlib import Path
 
 import pytest
+from built import BUILT, check
 
 import mmaccel
 from mmaccel.cli import main
-from mmaccel.families import load as loading
-from mmaccel.families.load import LARGER, MODELS, located
+from mmaccel.core import shipped_models as models
+from mmaccel.core.shipped_models import LARGER, MODELS, located
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "packages" / "mmaccel-models"
-#: the folders of a wheel, and the most bytes that it may have
-WHEELS = {
-    "mmaccel": ([ROOT / "mmaccel", ROOT / "kernels" / "mmaccel_kernels", ROOT / "demo" / "mmaccel_demo"], 20e6),
-    "mmaccel_models": ([PACKAGE / "mmaccel_models"], 40e6),
-}
 LARGE = LARGER[0]
 
 
-def files(folder: Path) -> list[Path]:
-    """What a wheel takes of a folder."""
-    return [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
-
-
-@pytest.mark.parametrize("name", WHEELS)
+@pytest.mark.parametrize("name", BUILT)
 def test_what_goes_into_a_wheel_is_small(name: str) -> None:
-    folders, most = WHEELS[name]
-    assert sum(len(zlib.compress(path.read_bytes())) for folder in folders for path in files(folder)) < most
+    files = BUILT[name].files().values()
+    assert sum(len(zlib.compress(path.read_bytes())) for path in files) < BUILT[name].most
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", WHEELS)
-def test_a_built_wheel_is_small_and_whole(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", BUILT)
+def test_built_files_are_small_and_whole(name: str, tmp_path: Path) -> None:
     pytest.importorskip("build")
-    folders, most = WHEELS[name]
-    source = ROOT if name == "mmaccel" else PACKAGE
-    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path), str(source)]
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(BUILT[name].source)]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
+    assert f"{name}-{mmaccel.__version__}-py3-none-any.whl: " in check(tmp_path, name)
+    # it is a check: without a file of the wheel it fails
     (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name.startswith(f"{name}-{mmaccel.__version__}-") and wheel.stat().st_size < most
-    inside = {one for one in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in one}
-    assert inside == {path.relative_to(folder.parent).as_posix() for folder in folders for path in files(folder)}
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(tmp_path / "less", "w") as less:
+        for one in whole.infolist():
+            if one.filename != next(iter(BUILT[name].files())):
+                less.writestr(one, whole.read(one))
+    (tmp_path / "less").replace(wheel)
+    with pytest.raises(AssertionError, match="missing"):
+        check(tmp_path, name)
 
 
 def test_the_two_fit_each_other() -> None:
@@ -59,7 +54,7 @@ def test_the_two_fit_each_other() -> None:
     assert main["optional-dependencies"]["models"] == [f"mmaccel-models>={mmaccel.__version__.rpartition('.')[0]}"]
     assert (PACKAGE / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     held = [path.name for path in (PACKAGE / "mmaccel_models").iterdir() if (path / "config.json").is_file()]
-    assert sorted(held) == sorted(LARGER), "LARGER in mmaccel/families/load.py names the models of mmaccel-models"
+    assert sorted(held) == sorted(LARGER), "LARGER in mmaccel/core/shipped_models.py names the models of mmaccel-models"
     readme = (PACKAGE / "README.md").read_text("utf-8")
     assert all(f"| `{name}` |" in readme for name in LARGER)
     assert not [name for name in LARGER if (MODELS / name).exists()]
@@ -68,13 +63,14 @@ def test_the_two_fit_each_other() -> None:
 def test_larger_models_are_found_in_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert Path(located(LARGE)) == PACKAGE / "mmaccel_models" / LARGE
+    assert set(models.shipped_models()) == {"mini-llava", "mini-qwen-vl", *LARGER}
 
 
 def test_larger_models_are_found_in_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As installed: no checkout around the package, and no import of mmaccel_models."""
     installed = tmp_path / "site" / "mmaccel_models"
     shutil.copytree(PACKAGE / "mmaccel_models", installed, copy_function=lambda a, b: Path(b).symlink_to(a))
-    monkeypatch.setattr(loading, "_CHECKOUT", tmp_path / "packages")
+    monkeypatch.setattr(models, "_CHECKOUT", tmp_path / "packages")
     monkeypatch.syspath_prepend(str(installed.parent))
     monkeypatch.chdir(tmp_path)
     assert Path(located(LARGE)) == installed / LARGE
@@ -86,7 +82,7 @@ def test_larger_models_are_found_in_their_package(tmp_path: Path, monkeypatch: p
 def test_a_missing_larger_model_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(loading, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(models, "_CHECKOUT", tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(mmaccel.MmaccelError, match="mmaccel-models, which is not installed") as caught:
         mmaccel.load(LARGE)

@@ -53,7 +53,7 @@ SHIPPED = {
 #: the page whose blocks are clients of a server
 SERVED = "docs/guides/serve.md"
 #: programs of others that pages start; ours are looked into
-OTHERS = {"ruff", "mypy", "lmms-eval", "mkdocs", "vllm"}
+OTHERS = {"docker", "ruff", "mypy", "lmms-eval", "mkdocs", "vllm"}
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
 
 

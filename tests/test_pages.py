@@ -20,9 +20,9 @@ from PIL import Image
 import mmaccel
 from mmaccel.cli.ask import ModelOptions, load_model
 from mmaccel.core.files import locked
+from mmaccel.core.shipped_models import MODELS
 from mmaccel.errors import MmaccelError
 from mmaccel.families import pages, smollm2
-from mmaccel.families.load import MODELS
 from mmaccel.media.files import Prompt, encode
 from mmaccel.programs.identity import digests
 from mmaccel.suite import PAGE_KINDS, make_page

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from mmaccel.cli.shared.measure import percent
 from mmaccel.cli.shared.text import markdown, put_between
-from mmaccel.families.load import located
+from mmaccel.core.shipped_models import located
 from mmaccel.programs.bench import provenance
 from mmaccel.programs.identity import code_identity
 from mmaccel.suite import IMAGE_TASKS, VIDEO_TASKS, export, make_suite

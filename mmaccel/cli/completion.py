@@ -152,9 +152,9 @@ def _recipes() -> tuple[str, ...]:
 
 
 def _models() -> list[str]:
-    from .ask import SHIPPED
+    from ..core.shipped_models import shipped_models
 
-    return sorted(path.parent.name for path in SHIPPED.parent.glob("*/config.json"))
+    return sorted(shipped_models())
 
 
 #: names by the metavar of an option or argument

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core.shipped_models import located
 from ..errors import MmaccelError, UnsupportedError, first_line
 
 if TYPE_CHECKING:
@@ -51,38 +51,6 @@ def _only_downloads() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-#: the folders of models that come with the package
-MODELS = Path(__file__).parents[1] / "models"
-#: models that the package mmaccel-models holds
-LARGER = ("mini-llava-deep",)
-#: the folder of that package in a checkout
-_CHECKOUT = Path(__file__).parents[2] / "packages" / "mmaccel-models" / "mmaccel_models"
-
-
-def located(name: str) -> str:
-    """The folder of a model that comes with mmaccel or mmaccel-models, for its short name (``mini-llava``); any other name
-    unchanged. A folder of that name in the working directory comes first.
-
-    Raises
-    ------
-    MmaccelError
-        If the model is one of mmaccel-models, and that package is not installed.
-    """
-    if name != Path(name).name or Path(name).is_dir():
-        return name
-    larger = find_spec("mmaccel_models")
-    places = [MODELS, _CHECKOUT, *map(Path, (larger.submodule_search_locations or ()) if larger else ())]
-    for folder in (place / name for place in places):
-        if (folder / "config.json").is_file():
-            return str(folder)
-    if name in LARGER:
-        raise MmaccelError(
-            f"{name!r} is in the package mmaccel-models, which is not installed; run: pip install 'mmaccel[models]' (in a "
-            "checkout of mmaccel: pip install ./packages/mmaccel-models)."
-        )
-    return name
 
 
 def load(

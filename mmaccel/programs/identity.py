@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+from ..core.shipped_models import located
 from ..errors import MmaccelError
-from ..families.load import located
 from ..families.pages import is_pages
 from ..families.smollm2 import SHA256, weights_file
 from ..method.model_options import Loaded

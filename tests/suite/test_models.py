@@ -11,7 +11,7 @@ from PIL import Image
 from tail import few
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from mmaccel.families.load import MODELS, located
+from mmaccel.core.shipped_models import MODELS, located
 from mmaccel.programs.evaluate import Row, evaluate
 from mmaccel.suite import IMAGE_TASKS, VIDEO_TASKS, is_right, make_item
 from training.evaluate import LONGEST_ANSWER, blanked, questions, sample_answers

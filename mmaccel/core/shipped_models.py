@@ -1,0 +1,42 @@
+"""Folders of the models that come with mmaccel and mmaccel-models, by their short names."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..errors import MmaccelError
+
+#: the folder of the models in this package
+MODELS = Path(__file__).parents[1] / "models"
+#: the models in the package mmaccel-models
+LARGER = ("mini-llava-deep",)
+#: the folder of that package in a checkout
+_CHECKOUT = Path(__file__).parents[2] / "packages" / "mmaccel-models" / "mmaccel_models"
+
+
+def shipped_models() -> dict[str, Path]:
+    """The folders of all models that are here, by short name."""
+    larger = find_spec("mmaccel_models")
+    places = [*map(Path, (larger.submodule_search_locations or ()) if larger else ()), _CHECKOUT, MODELS]
+    return {path.parent.name: path.parent for place in places for path in sorted(place.glob("*/config.json"))}
+
+
+def located(name: str) -> str:
+    """The folder of a model for its short name (``mini-llava``); any other name unchanged. A folder of that name in the working
+    directory comes first.
+
+    Raises
+    ------
+    MmaccelError
+        If the model is one of mmaccel-models, and that package is not installed.
+    """
+    if name != Path(name).name or Path(name).is_dir():
+        return name
+    folder = shipped_models().get(name)
+    if folder is None and name in LARGER:
+        raise MmaccelError(
+            f"{name!r} is in the package mmaccel-models, which is not installed; run: pip install 'mmaccel[models]' (in a "
+            "checkout of mmaccel: pip install ./packages/mmaccel-models)."
+        )
+    return name if folder is None else str(folder)
