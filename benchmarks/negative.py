@@ -1,4 +1,5 @@
-"""What did not help: methods beside the baseline that they should beat, from published results.
+"""What did not help: methods beside the baseline that they should beat, and small models beside a real language model, from
+published results.
 
 python benchmarks/negative.py --update docs/results/negative.md
 """
@@ -41,6 +42,17 @@ PAIRS = {
 }
 
 
+#: kept answers of small models, by the title of their column; where the first has none, its right answers count
+SMALL = {
+    "mini-llava, pictures": "answers-pictures",
+    "mini-llava-deep, pictures": "answers-pictures-deep",
+    "mini-qwen-vl, clips": "answers-clips",
+}
+RIGHT = "mini-llava-recipes"
+#: right answers of the real language model, and those to other questions with other options
+REAL, SETTINGS = "pages-cpu", "pages-settings-cpu"
+
+
 def right(row: dict[str, Any]) -> str:
     """The share of right answers and its interval."""
     figures = row["figures"]
@@ -63,13 +75,60 @@ def table() -> str:
     return "\n\n".join(parts)
 
 
+def shares(name: str) -> dict[str, float]:
+    """The shares of answers that are kept in a results file of a small model, by ``RECIPE:BUDGET``."""
+    report = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    if name != RIGHT:
+        return {title: sum(row["kept"]) / len(row["kept"]) for title, row in report["rows"].items()}
+    found = {row["title"].replace(" ", ":"): row["figures"]["accuracy"] for row in report["rows"]}
+    return {title: share / found["none"] for title, share in found.items()}
+
+
+def counts(name: str, *apart: str) -> dict[str, tuple[int, int]]:
+    """Right answers and questions in a results file of the real language model, by row, without the kinds ``apart``."""
+    rows = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    kinds = {title: [pair for kind, pair in row["kinds"].items() if kind not in apart] for title, row in rows.items()}
+    return {title: (sum(k["right"] for k in one), sum(k["asked"] for k in one)) for title, one in kinds.items()}
+
+
+def grounds() -> str:
+    """Small models beside the real language model, for all recipes that both were asked about at one budget, the largest
+    difference first; and what other options change, on other questions."""
+    real, tried = counts(REAL), counts(SETTINGS, "later")
+    small = [shares(name) for name in SMALL.values()]
+    first = {**shares(RIGHT), **small[0]}
+    differ = {title: right / asked - first[title] for title, (right, asked) in real.items() if title in first}
+    lines = [["recipe", "budget", *SMALL, "real model, pages", "difference", "with other options"]]
+    for title in sorted(differ, key=lambda title: (differ[title], title)):
+        if title == "none":
+            continue
+        name, _, budget = title.partition(":")
+        known = [percent(one[title]) if title in one else "" for one in small]
+        known[0] = known[0] or f"{percent(first[title])} right"
+        right, asked = real[title]
+        low, high = interval(right, asked)
+        options = [
+            f"`{other.removeprefix(f'{name}:{budget}:')}` {of[0]} of {of[1]}"
+            for other, of in tried.items()
+            if other.startswith(f"{name}:{budget}:")
+        ]
+        default = [f"default {tried[title][0]} of {tried[title][1]}"] if options and title in tried else []
+        share = f"{percent(right / asked)} ({100 * low:.0f} to {100 * high:.0f})"
+        lines.append(
+            [f"`{name}`", budget, *known, share, f"{100 * differ[title]:+.0f}", ", ".join([*default, *options])]
+        )
+    about = json.loads((RESULTS / f"{SETTINGS}.json").read_text(encoding="utf-8"))
+    return f"{markdown(lines)}\n\nOther options: `{about['command']}`, {about['date']}; not all rows were asked all."
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--update", type=Path, metavar="PAGE", help="write the tables between the marks of this page")
     args = parser.parse_args()
-    print(text := table())
-    if args.update:
-        put_between(args.update, "negative", text)
+    for name, text in {"negative": table(), "grounds": grounds()}.items():
+        print(text, end="\n\n")
+        if args.update:
+            put_between(args.update, name, text)
     return 0
 
 

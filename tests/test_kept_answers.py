@@ -116,4 +116,23 @@ def _question(number):
 
 def test_the_page_says_what_the_results_say():
     page = (ROOT / "docs" / "results" / "negative.md").read_text(encoding="utf-8")
-    assert f"<!-- negative -->\n{negative.table()}\n<!-- /negative -->" in page
+    for name, table in (("negative", negative.table), ("grounds", negative.grounds)):
+        assert f"<!-- {name} -->\n{table()}\n<!-- /{name} -->" in page, name
+
+
+def test_small_models_stand_beside_the_real_one():
+    """All recipes that both were asked about at one budget, the largest difference first."""
+    lines = [line.split(" | ") for line in negative.grounds().splitlines() if line.startswith("| `")]
+    differences = [int(line[6]) for line in lines]
+    assert differences == sorted(differences) and differences[0] < -90
+    real = {title for title in negative.counts(negative.REAL) if "kvpress" not in title}
+    small = {**negative.shares("answers-pictures"), **negative.shares(negative.RIGHT)}
+    assert {f"{line[0][3:-1]}:{line[1]}".rstrip(":") for line in lines} == (real & set(small)) - {"none"}
+    (fastv,) = (line for line in lines if line[0] == "| `fastv`")
+    assert (
+        fastv[2] == "78.3%"
+        and fastv[5].startswith("2.8% (")
+        and "default 0 of 8, `layer=10` 0 of 4, `layer=15`" in fastv[7]
+    )
+    (adakv,) = (line for line in lines if line[0] == "| `adakv`")
+    assert adakv[2] == "96.0% right"
