@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from mmaccel import (
 from mmaccel.core.figures import CallStats, EncoderStats
 from mmaccel.method import ProjectorMethod
 
+ROOT = Path(__file__).parent.parent
 ONE = Recipe("fastv", (Stage("fastv", 0.5, {"layer": 3}),))
 SEVERAL = (Stage("divprune", 0.5), Stage("snapkv", 0.25, {"window": 16}), Stage("kivi", None, {"bits": 4}))
 
@@ -139,6 +142,56 @@ def test_what_is_no_recipe(which: Any, match: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- signatures
+
+
+def nearest(name: str) -> str:
+    with pytest.raises(MmaccelError) as caught:
+        get_recipe(name)
+    assert str(caught.value).startswith(f"There is no recipe {name!r}")
+    return str(caught.value).removeprefix(f"There is no recipe {name!r}")
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        # a slip, and what does the same as what was meant
+        ("prumerge+", "; did you mean 'prumerge-plus'? Nearest in what they do: 'prumerge', "),
+        ("Streaming LLM", "; did you mean 'streaming-llm'? Nearest in what they do: 'streaming-llm-decode', "),
+        ("snapkv2", "; did you mean 'snapkv' or 'speckv'? Nearest in what they do: 'windowkv', "),
+        ("llava-prumerge", "; did you mean 'prumerge' or 'prumerge-plus' or "),
+        # papers that are not here
+        ("TRIM", "; nearest in what they do: 'cdpruner', 'qg-vtc', 'visiontrim'."),
+        ("Chunk-KV", "; nearest in what they do: 'windowkv', 'snapkv', 'pyramidkv'."),
+        (
+            "SqueezeAttention",
+            "; did you mean 'squeezed-attention'? Nearest in what they do: 'meda', 'd2o', 'pyramidkv'.",
+        ),
+        # words
+        ("attention-sinks", "; did you mean 'attention-received'? Nearest in what they do: 'streaming-llm', "),
+        ("kv_quantization", "; nearest in what they do: 'fp8', "),
+        ("merge-similar-tokens", "; nearest in what they do: 'tome', "),
+        ("xyzzy", "; known are a2sf, adakv, "),
+    ],
+)
+def test_an_unknown_name_gets_names_like_it_and_names_of_what_does_the_same(name: str, end: str) -> None:
+    said = nearest(name)
+    assert said.startswith(end), said
+    assert said.partition("what they do: ")[2].count(", ") <= 2
+    with pytest.raises(MmaccelError, match="no method 'fastvv'; did you mean 'fastv' .* what they do: 'fastkv-tokens'"):
+        mmaccel.get_method("fastvv")
+
+
+def test_papers_that_are_not_here_are_not_here() -> None:
+    """And what is said to be like them is."""
+    file = ROOT / "mmaccel" / "method" / "elsewhere.toml"
+    listed = tomllib.loads(file.read_text(encoding="utf-8"))
+    known = mmaccel.recipes()
+    assert len(listed) > 50 and not set(listed) & {re.sub(r"[^a-z0-9]", "", name) for name in known}
+    for name, like in listed.items():
+        assert (
+            name == re.sub(r"[^a-z0-9]", "", name) and len(like) == 3 == len(set(like)) and set(like) <= set(known)
+        ), name
+        assert "in what they do: " + ", ".join(map(repr, like)) in nearest(name)
 
 
 def test_what_matters_is_in_the_signatures() -> None:

@@ -1,7 +1,6 @@
 """Methods by name: the built-in ones, those registered by the user, and those of installed packages."""
 
-import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pkgutil import iter_modules
@@ -10,6 +9,7 @@ from typing import Any, TypeVar, dataclass_transform
 
 from ..errors import MmaccelError, first_line
 from .base import Method, as_dataclass, check_class
+from .nearest import suggest
 
 T = TypeVar("T", bound=type[Method])
 
@@ -80,7 +80,7 @@ def forget_all_but(known: dict[str, type[Method]]) -> None:
 
 
 def get_method(name: str) -> type[Method]:
-    """The method class called ``name``; an unknown name gets the nearest known ones.
+    """The method class called ``name``. Raises MmaccelError, with the nearest names, if there is none (see :mod:`.nearest`).
 
     Examples
     --------
@@ -89,15 +89,9 @@ def get_method(name: str) -> type[Method]:
     """
     _load()
     if name not in _methods:
-        raise MmaccelError(f"There is no method {name!r}{suggest(name, _methods)}")
+        about = {known: f"{one.site} {one.summary}" for known, one in _methods.items()}
+        raise MmaccelError(f"There is no method {name!r}{suggest(name, about)}")
     return _methods[name]
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
-    """``; did you mean ...?`` for an unknown name, or the list of what there is: the end of a sentence."""
-    known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else f"; known are {', '.join(known)}."
 
 
 # --- discovery of files and entry points -------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 from ..core.recipe_names import RecipeName
 from ..errors import MmaccelError
 from ..method.base import Method, Variant, as_dataclass, check_class
-from ..method.registry import methods, suggest
+from ..method.nearest import suggest
+from ..method.registry import methods
 from .recipe import OwnStage, Positions, Proportional, Recipe, Stage
 
 #: what says what runs: a name (any text, but editors offer the known ones), a method or its class, a stage, a recipe, the
@@ -63,15 +64,16 @@ def get_recipe(
     Parameters
     ----------
     which : the name of a recipe or method; a method with its options, such as ``FastV(layer=3)``, or its class, also one of
-        yours that is not registered; a :class:`Stage`; a :class:`Recipe`; its content as a mapping, or a JSON file; the
-        folder of a selector (see :class:`~mmaccel.Learned`); or several of these, in the order of their sites.
+        yours that is not registered; a :class:`Stage`; a :class:`Recipe`; its content as a mapping or as JSON, or a JSON file;
+        the folder of a selector (see :class:`~mmaccel.Learned`); or several of these, in the order of their sites.
     retain, positions, variant, text_retain, proportional, **options : see :func:`mmaccel.accelerate_vlm`; None is as the recipe
         says.
 
     Raises
     ------
     MmaccelError
-        If the name is unknown (the nearest are suggested), the content is not valid, or an option is not valid.
+        If the name is unknown (the nearest are suggested, in spelling and in what they do), or the content or an option is not
+        valid.
 
     Examples
     --------
@@ -109,10 +111,12 @@ def _recipe(which: Any) -> Recipe:
         )
     if isinstance(which, Path) or (isinstance(which, str) and which.endswith(".json")):
         return Recipe.from_json(_text(Path(which)))
+    if isinstance(which, str) and which.lstrip().startswith("{"):
+        return Recipe.from_json(which)
     if isinstance(which, str):
         known = recipes()
         if which not in known:
-            raise MmaccelError(f"There is no recipe {which!r}{suggest(which, known)}")
+            raise MmaccelError(f"There is no recipe {which!r}{suggest(which, _about(known))}")
         return known[which]
     kind = type(which).__name__
     if any(hasattr(which, name) for name in ("apply_chat_template", "image_processor", "tokenizer")):
@@ -124,6 +128,17 @@ def _recipe(which: Any) -> Recipe:
         f"{shown if len(shown) < 40 and shown.isprintable() else f'A {kind}'} is not a recipe; give a name, a method such as "
         "FastV(layer=3), several of them, a Recipe, a mapping, or a path to JSON."
     )
+
+
+def _about(known: Mapping[str, Recipe]) -> dict[str, str]:
+    """What each recipe does: its sites and its summary."""
+    sites = {name: method.site for name, method in methods().items()}
+    return {
+        name: " ".join(
+            [*dict.fromkeys(sites[stage.method] for stage in one.stages if stage.method in sites), one.summary]
+        )
+        for name, one in known.items()
+    }
 
 
 def _text(path: Path) -> str:
