@@ -7,11 +7,13 @@ import itertools
 import json
 import math
 import random
+import shlex
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import optuna
 import pytest
@@ -706,6 +708,12 @@ def test_two_recipes_of_one_name_are_refused(tmp_path):
 def test_what_is_printed_makes_the_recipe_again(chosen):
     names = {name: getattr(mmaccel, name) for name in ("Recipe", "Stage")}
     assert eval(report.python(chosen), names) == replace(chosen, summary="", paper="")
+    for model in (None, "./my model"):
+        words = shlex.split(report.command_line(chosen, model))
+        assert words[:2] == ["mmaccel", "eval"] and words[words.index("--recipe") + 1 :] == words[-1:]
+        assert get_recipe(words[-1]) == replace(chosen, summary="", paper="") and (model in words) == (
+            model is not None
+        )
     told = report.describe(chosen)
     for name in ("proportional", "variant", "positions", "text_retain", "anchor"):
         value = getattr(chosen, name)
@@ -847,6 +855,17 @@ def test_what_was_measured_must_be_an_object():
 
 
 # --------------------------------------------------------------------------------------------------------- the command
+def missed(original: Any) -> Any:
+    """``report.figures`` of a recipe that keeps too little of what was held out."""
+
+    def figures(*given: Any) -> dict[str, Any]:
+        data: dict[str, Any] = original(*given)
+        data["recipe"]["held out keeps enough"] = False
+        return data
+
+    return figures
+
+
 def test_the_command_writes_a_recipe_and_says_what_it_keeps(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = export((make_item("colour", "val", i) for i in range(12)), tmp_path)
@@ -854,6 +873,21 @@ def test_the_command_writes_a_recipe_and_says_what_it_keeps(tmp_path, capsys, mo
     assert main([str(word) for word in argv]) == 0
     told = capsys.readouterr().out
     assert "held-out answers kept" in told and "written: mine.json" in told and "*" in told
+    lines = dict(line.split(": ", 1) for line in told.splitlines() if line.startswith(("in Python", "on the command")))
+    made: dict[str, Any] = {"model": zoo.model("llava")}
+    exec(lines["in Python"], made)
+    with_all = json.loads(Path("mine.json").read_text())["stages"]
+    assert json.loads(made["model"].mmaccel.recipe.to_json())["stages"] == with_all
+    made["model"].mmaccel.remove()
+    words = shlex.split(lines["on the command line"])
+    assert main([*words[1:], "--suite", "colour", "--limit", "1", "--max-new-tokens", "1"]) == 0
+    capsys.readouterr()
+    # the same recipe, of which held-out answers now keep less than they were asked to
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "figures", missed(report.figures))
+        assert main([str(word) for word in argv]) == 3
+    told = capsys.readouterr().out
+    assert "WARNING: 50.0 % of the answers were to be kept" in told and Path("mine.json").exists()
     # the search is over; nothing keeps enough now, and the front is shown all the same
     monkeypatch.setattr(Measurement, "agreement", property(lambda self: 0.1))
     Path("mine.json").unlink()

@@ -7,10 +7,10 @@ for mmaccel eval.
 
 The command writes the recipe, for accelerate_vlm(model, "recipe.json") and every --recipe, and next to it a report (.html,
 .png) and a journal (.journal). Started again with the same settings, it resumes; with others (another model, a changed
-sample, changed code of a method) it refuses the journal. A warning says if the recipe keeps less than --keep of the held-out
-samples.
+sample, changed code of a method) it refuses the journal. It also prints the whole recipe, as a line of Python and as a command.
 
-The exit status is 3 if no recipe keeps enough (the best trade-offs are shown), or if some samples could not be used.
+The exit status is 3 if no recipe keeps enough (the best trade-offs are shown), if the recipe keeps less than --keep of the
+held-out samples (a warning says so; it is written all the same), or if some samples could not be used.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .shared.options import Json, ModelOptions
 from .shared.text import json_file, table, tell
 
 PLACE = 5
+EXTRA = "tune"
 HELP = "find the cheapest recipe that keeps the answers to your questions"
 EXAMPLES = """\
 examples:
@@ -81,8 +82,9 @@ def run(
     tuned = task.call("trying recipes", tune, **options, trials=trials, minutes=minutes, measure=seconds)
     if before := tuned.report["tried by earlier runs"]:
         print(f"{before} recipes are taken over from {out.with_suffix('.journal')}", file=sys.stderr)
-    rows, verdict = report.rows(tuned), report.verdict(tuned)
+    rows, verdict = report.rows(tuned), report.verdict(tuned, which.model)
     written = [*([out] if tuned.recipe is not None else []), out.with_suffix(".html"), out.with_suffix(".png")]
     text = f"{table(rows, range(2, len(rows[0])))}\n\n{verdict}\nwritten: {', '.join(map(str, written))}"
     tell({"verdict": verdict, "front": rows, **tuned.report}, output, lambda: text)
-    return max(task.finish(), 0 if tuned.recipe is not None else measure.PARTIAL)
+    enough = tuned.recipe is not None and tuned.report["recipe"]["held out keeps enough"]
+    return max(task.finish(), 0 if enough else measure.PARTIAL)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import shlex
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -126,8 +128,18 @@ def python(recipe: Recipe) -> str:
     return repr(Recipe(recipe.name, **{name: getattr(recipe, name) for name in _TYPED}))
 
 
-def verdict(tuned: Tuned) -> str:
-    """The result in a few sentences; the last line makes the recipe in Python."""
+def command_line(recipe: Recipe, model: str | None = None) -> str:
+    """A command that measures an equal recipe on a ``model``, as a shell reads it; nothing else is needed for it."""
+    whole = {
+        name: value
+        for name, value in json.loads(recipe.to_json()).items()
+        if name in ("name", "stages") or (name in _TYPED and value != getattr(Recipe, name))
+    }
+    return shlex.join(["mmaccel", "eval", *(["--model", model] if model else []), "--recipe", json.dumps(whole)])
+
+
+def verdict(tuned: Tuned, model: str | None = None) -> str:
+    """The result in a few sentences; the last lines make the recipe in Python, and on the command line with a ``model``."""
     what = GOALS[tuned.goal]
     if tuned.chosen is None or tuned.held_out is None or tuned.generated is None:
         return (
@@ -148,7 +160,11 @@ def verdict(tuned: Tuned) -> str:
             f"WARNING: {percent(tuned.keep)} of the answers were to be kept, and of the held-out ones {percent(least)} are; "
             "give more samples, or a higher --keep."
         )
-    return "\n".join([*lines, f"in Python: {tuned.report['python']}"])
+    lines += [
+        f"in Python: from mmaccel import Recipe, Stage, accelerate_vlm; accelerate_vlm(model, {tuned.report['python']})",
+        f"on the command line: {command_line(tuned.chosen.recipe, model)}",
+    ]
+    return "\n".join(lines)
 
 
 def rows(tuned: Tuned) -> list[list[str]]:
