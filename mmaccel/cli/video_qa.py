@@ -1,17 +1,26 @@
 """Answer questions about videos in bulk, accelerated, and resume interrupted runs.
 
-A line of QUESTIONS is a JSON object: "video" (a file, or a folder of pictures; absolute or relative to QUESTIONS) and
+QUESTIONS is a file of questions; or a clip or a folder of clips, all of which are asked --ask. Clips of a folder are its video
+files, its subfolders of pictures, and the clips of its other subfolders. Video files are read by PyAV or decord: pip install
+'mmaccel[video]'.
+
+A line of a file of questions is a JSON object: "video" (a file, or a folder of pictures; absolute or relative to QUESTIONS) and
 "question"; optional are "choices" (a list; the model answers with a letter), "answer" (the right one, to be scored) and "id".
+A file called *.csv has these fields as columns ("choices" as a JSON list).
 
 A line of the answers holds "id", "video", "question" and "answer"; with choices the letter of the chosen one as "choice";
 "right" where the right answer is known ("expected"), and "content", a digest of question and video. Each line is on the disk
-before the next one begins. Started again with the same options, the command resumes. It refuses a file with answers of another
-model (any byte of its files), recipe (its values, the code of its methods, files that they load), number of frames, kind of
-device, mmaccel, torch or transformers, and asks again about videos that changed. Questions without "id" are identified by their
-content: lines may be added, moved or removed.
+before the next one begins. With --out FILE.csv these lines are in FILE.csv.jsonl; when the command ends, in whatever way, it
+writes FILE.csv from them. Keep both to resume.
 
-A video or line that cannot be used gets a line with "error", one sentence, and the exit status is then 3. The next run asks
-these questions again, and no others.
+Started again with the same options, the command resumes. It refuses a file with answers of another model (any byte of its
+files), recipe (its values, the code of its methods, files that they load), number of frames, kind of device, mmaccel, torch or
+transformers, and asks again about videos that changed. Questions without "id" are identified by their content: lines may be
+added, moved or removed.
+
+A video or line that cannot be used gets a line with "error", one sentence. They are listed at the end, and the exit status is
+then 3; the next run asks these questions again, and no others. Listed, too, are answers that name none of the choices; these
+leave the exit status at 0.
 
 Videos are decoded in separate processes while the model works. Several questions of one video are answered from one prefill of
 it if the recipe does not look at the question.
@@ -26,16 +35,19 @@ import dataclasses
 import os
 import sys
 import time
-from contextlib import closing, redirect_stdout
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core.files import write_whole, writing
+from ..core.files import RESUME, write_whole, writing
 from ..errors import MmaccelError
 from ..programs.bench import provenance
 from . import ask
+from .shared import needs
 from .shared.measure import PARTIAL, percent
 from .shared.options import Frames, Json, Longest, ModelOptions, RecipeOptions
 from .shared.text import json_file, nbytes, seconds, show, table, working, write_json
@@ -47,9 +59,10 @@ if TYPE_CHECKING:
     from ..programs.video_qa.questions import VideoQuestion
 
 PLACE = 6
-HELP = "answer a JSONL file of questions about videos, in bulk"
+HELP = "answer questions about many videos, from a file or about a folder"
 EXAMPLES = """\
 examples:
+  mmaccel video-qa clips/ --ask "What happens?" -o answers.csv
   mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen --recipe holitom --retain 0.15
   mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen --frames 32 --frame-method scene-frames
   mmaccel video-qa questions.jsonl -o full.jsonl --model ./my-qwen --recipe none --json full.json
@@ -60,8 +73,8 @@ lines of questions.jsonl:
   {"video": "clips/dog.mp4", "question": "Where is it?", "choices": ["in a garden", "on a beach"], "answer": "on a beach"}
 """
 
-#: errors that are shown; all are in the answers
-_SHOWN = 5
+#: changed videos, and clips or answers that could not be read, that are listed at most
+_SHOWN, _LISTED = 5, 20
 _OTHER = "give another file with --json to resume"
 
 
@@ -96,7 +109,8 @@ class Bulk:
         str | None,
         typer.Option(
             metavar="auto|ADDRESS",
-            help="Work on a Ray cluster: auto takes the one that runs here, or else all GPUs of this machine; or HOST:PORT.",
+            help="Work on a Ray cluster: auto takes the one that runs here, or else all GPUs of this machine; or HOST:PORT "
+            "(extra: ray).",
         ),
     ] = None
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first question that cannot be answered.")] = (
@@ -106,25 +120,35 @@ class Bulk:
 
 def run(
     context: typer.Context,
-    questions: Annotated[Path, typer.Argument(metavar="QUESTIONS", help="JSONL, a question a line, see below.")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="JSONL of answers to write or resume.")],
+    questions: Annotated[
+        Path, typer.Argument(metavar="QUESTIONS", help="JSONL or CSV of questions; or a clip or folder, with --ask.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="Answers to write or resume: FILE.jsonl or FILE.csv.")
+    ],
     which: ModelOptions,
     how: RecipeOptions,
     bulk: Bulk,
+    question: Annotated[
+        str | None, typer.Option("--ask", metavar="QUESTION", help="What is asked about every clip of a folder.")
+    ] = None,
     output: Json = None,
 ) -> int:
     """Answer the open questions, write the answers, print the summary."""
     from ..programs.identity import versions
     from ..programs.resume import listed
     from ..programs.video_qa.answers import AnswerFile
-    from ..programs.video_qa.questions import read_questions
 
+    if bulk.ray is not None:
+        needs.require("ray", "--ray")
+    journal = _journal(out)
     if (summary := json_file(output)) is not None:
-        _check_summary(summary, questions, out)
+        _check_summary(summary, questions, out, journal)
     settings = _settings(which, how, bulk)
-    asked = read_questions(questions)
+    asked = _questions(questions, question)
+    needs.require_reader(Path(one.path) for one in asked if not one.error)
     identity = settings.identity()
-    with AnswerFile(out, identity) as file:
+    with AnswerFile(journal, identity) as file, _table_of(out, journal, asked, file):
         if changed := file.expect(asked):
             print(
                 f"{len(changed)} answers in {out} are to videos that changed; these questions are asked again: "
@@ -154,11 +178,75 @@ def run(
         with writing(summary, _OTHER):
             write_json(summary, report)
     show(report, output, lambda: _render(report, out))
-    for record in (failed := [r for r in file.done.values() if "error" in r])[:_SHOWN]:
-        print(f"{record['id']}: {record['error']}", file=sys.stderr)
-    if len(failed) > _SHOWN:
-        print(f"... and {len(failed) - _SHOWN} more, see 'error' in {out}", file=sys.stderr)
-    return PARTIAL if failed else 0
+    _list_unread([file.done[one.name] for one in asked], out)
+    return PARTIAL if report["failed"] else 0
+
+
+def _questions(path: Path, question: str | None) -> list[VideoQuestion]:
+    """The questions of a file; or ``question`` about a clip, or about the clips of a folder."""
+    from ..media.files import moves
+    from ..programs.video_qa.questions import ask_clips, read_questions
+
+    clips = path.exists() and moves(path)
+    if question is not None:
+        if path.is_file() and not clips:
+            raise MmaccelError(
+                f"--ask is for a clip or a folder of clips, and {str(path)!r} is a file of questions; leave --ask out."
+            )
+        return ask_clips(path, question)
+    if clips:
+        kind = "folder" if path.is_dir() else "clip"
+        raise MmaccelError(f"{str(path)!r} is a {kind}; give --ask QUESTION with it, or a file with a question a line.")
+    return read_questions(path)
+
+
+def _journal(out: Path) -> Path:
+    """The JSONL file that is written during the run. Raises MmaccelError if ``out`` is something else's, or of another kind."""
+    kind = out.suffix.lower()
+    if kind not in (".csv", ".jsonl"):
+        raise MmaccelError(f"--out {str(out)!r} must end in .jsonl or .csv.")
+    if kind == ".jsonl":
+        return out
+    journal = out.with_name(f"{out.name}.jsonl")
+    if out.exists() and not journal.exists():
+        raise MmaccelError(f"{str(out)!r} exists without {journal.name!r}, which holds its answers; give another file.")
+    return journal
+
+
+@contextmanager
+def _table_of(out: Path, journal: Path, asked: list[VideoQuestion], file: AnswerFile) -> Iterator[None]:
+    """Write a CSV of what is answered when the block ends, however it does, if ``out`` is one."""
+    from ..programs.video_qa.answers import write_csv
+
+    try:
+        yield
+    finally:
+        if out != journal:
+            with writing(out, f"the answers are in {str(journal)!r}; {RESUME}"):
+                write_csv(out, [file.done[one.name] for one in asked if one.name in file.done])
+
+
+def _list_unread(records: list[dict[str, Any]], out: Path) -> None:
+    """Print the clips and questions that could not be used, each reason once, and the answers that name no choice."""
+    errors: Counter[str] = Counter()
+    for record in records:
+        if "error" in record:
+            errors[f"{record['video'] or record['id']}: {record['error']}"] += 1
+    unread = [
+        f"{record['video']}, id {record['id']}: {record['answer'][:80]!r}"
+        for record in records
+        if "error" not in record and record.get("choices") and record["choice"] is None
+    ]
+    parts = {
+        f'{errors.total()} questions have no answer ("error" in {out}):': [
+            f"{line} ({count} questions)" if count > 1 else line for line, count in errors.items()
+        ],
+        f'{len(unread)} answers name none of the choices, or several ("choice" is empty in {out}):': unread,
+    }
+    for title, lines in parts.items():
+        if lines:
+            more = [f"... and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
+            print("\n  ".join([title, *lines[:_LISTED], *more]), file=sys.stderr)
 
 
 def _check_summary(path: Path, *others: Path) -> None:
@@ -184,6 +272,7 @@ def _settings(which: ModelOptions, how: RecipeOptions, bulk: Bulk) -> QASettings
     given = how.changes()
     method: Any = methods().get(bulk.frame_method)
     named = [] if method is None else [option.name for option in dataclasses.fields(method)]
+    needs.require_clip(given)
     return QASettings(
         frame_options={key: given.pop(key) for key in list(given) if key in named},
         recipe=get_recipe(how.recipe).override(**given),
@@ -245,6 +334,7 @@ def _summary(records: list[dict[str, Any]], figures: Figures, wall: float, worke
     return {
         "questions": len(records),
         "failed": sum("error" in record for record in records),
+        "unread": sum("error" not in record and record.get("choice", "") is None for record in records),
         "judged": len(judged),
         "accuracy": over(sum(judged), len(judged)),
         "answered_now": answered,
@@ -266,6 +356,8 @@ def _summary(records: list[dict[str, Any]], figures: Figures, wall: float, worke
 
 def _render(report: dict[str, Any], path: Path) -> str:
     rows = [["", ""], ["questions", str(report["questions"])], ["failed", str(report["failed"])]]
+    if report["unread"]:
+        rows.append(["name no choice", str(report["unread"])])
     if report["judged"]:
         rows.append(["accuracy", f"{percent(report['accuracy'])} of {report['judged']}"])
     if report["answered_now"]:
@@ -286,4 +378,6 @@ def _render(report: dict[str, Any], path: Path) -> str:
             ),
         ]
     title = f"{report['settings']['model']}, {report['settings']['recipe']['name']}; answers in {path}"
-    return "\n".join([title, *table(rows).splitlines()[2:], *report["notes"]])
+    # without the empty head, which has a rule below it on a terminal
+    text = table(rows)
+    return "\n".join([title, text[text.index("questions") :], *report["notes"]])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import csv
 import io
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -568,3 +570,177 @@ def test_killed_at_any_moment_it_goes_on(stub: Any, tmp_path: Path, monkeypatch:
         assert time.monotonic() - begin < 120
     assert code == 3 and kills >= 2
     assert records(tmp_path / "a.jsonl") == records(tmp_path / "whole.jsonl")
+
+
+# --- a folder of clips, and a table of answers -------------------------------------------------------------------------
+def clips(folder: Path, *names: str) -> Path:
+    """A folder with files that begin as videos."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"\0\0\0\x14ftypisom" + name.encode())
+    return folder
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_clip_of_a_folder_is_asked_one_question(
+    stub: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    top = clips(tmp_path / "films", "b.mp4", "a.3gp", "day/c.mts", "day/night/d.webm", ".hidden.mp4", "._a.mp4")
+    (top / "notes.txt").write_text("no clip")
+    (top / "frames").mkdir()
+    (top / "frames" / "1.png").write_bytes(b"a picture")
+    (top / "day" / "again").symlink_to(top)
+    expected = ["a.3gp", "b.mp4", "day/c.mts", "day/night/d.webm", "frames"]
+    capsys.readouterr()
+    argv = stub(more=("--ask", "what happens?"))
+    argv[1] = str(top)
+    assert main(argv) == 0
+    assert re.search(r"^questions +5$", capsys.readouterr().out, re.M)
+    found = [json.loads(one) for one in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert [one["video"] for one in found] == expected
+    assert {one["question"] for one in found} == {"what happens?"} and {one["answer"] for one in found} == {
+        "?sneppah tahw"
+    }
+    # another clip is added, and the rest is taken over
+    clips(top, "new.avi")
+    capsys.readouterr()
+    assert main([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["answered_now"] == 1
+    for one, videos in ((top / "frames", ["frames"]), (top / "b.mp4", ["b.mp4"])):
+        argv = stub(out=f"{one.name}.csv", more=("--ask", "what?"))
+        argv[1] = str(one)
+        assert main(argv) == 0
+        assert [row["video"] for row in table(tmp_path / f"{one.name}.csv")] == videos
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "words"),
+    [
+        ("films", (), "'{}/films' is a folder; give --ask QUESTION with it, or a file with a question a line"),
+        ("films/a.mp4", (), "'{}/films/a.mp4' is a clip; give --ask QUESTION"),
+        (
+            "q.jsonl",
+            ("--ask", "what?"),
+            "--ask is for a clip or a folder of clips, and '{}/q.jsonl' is a file of questions",
+        ),
+        ("empty", ("--ask", "what?"), "'{}/empty' is no clip and holds none"),
+        ("films", ("--ask", " "), "the text field 'question' is missing or empty"),
+        ("gone", ("--ask", "what?"), "There is no clip or folder '{}/gone'"),
+        ("films", ("--ask", "what?", "--out", "a.txt"), "--out 'a.txt' must end in .jsonl or .csv"),
+        (
+            "films",
+            ("--ask", "what?", "--out", "{}/mine.csv"),
+            "exists without 'mine.csv.jsonl', which holds its answers",
+        ),
+        (
+            "films",
+            ("--ask", "what?", "--out", "{}/b.csv", "--json={}/b.csv.jsonl"),
+            "is the file of the questions or",
+        ),
+        ("bad.csv", (), "'{}/bad.csv' has no columns 'video' and 'question'"),
+    ],
+)
+def test_what_does_not_fit_a_folder_or_a_table_is_told(
+    stub: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str, more: tuple[str, ...], words: str
+) -> None:
+    clips(tmp_path / "films", "a.mp4")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "mine.csv").write_text("of,the,user\n")
+    (tmp_path / "bad.csv").write_text("clip,text\na.mp4,what?\n")
+    argv = stub(line("one?"), more=tuple(one.format(tmp_path) for one in more))
+    argv[1] = str(tmp_path / given)
+    assert main(argv) == 2
+    assert words.format(tmp_path) in capsys.readouterr().err
+    assert (tmp_path / "mine.csv").read_text() == "of,the,user\n"
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(("a.jsonl", "b.csv"))]
+
+
+def test_answers_are_written_as_a_table_and_taken_over(
+    stub: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.mp4").write_bytes(b"clip")
+    asked = (
+        line('say "a, b"\nand ü?'),
+        json.dumps(
+            {"id": "7", "video": "a.mp4", "question": "B .ti", "choices": ["it, then", "or not"], "answer": "A"}
+        ),
+        line("gone?", "missing.mp4"),
+    )
+    argv = stub(*asked, out="a.csv")
+    assert main(argv) == 3
+    first = table(tmp_path / "a.csv")
+    assert list(first[0]) == [
+        *("id", "video", "question", "choices", "expected", "answer", "choice", "right", "error", "content"),
+    ]
+    assert first[0]["question"] == 'say "a, b"\nand ü?' and first[0]["answer"] == '?ü dna\n"b ,a" yas'
+    assert json.loads(first[1]["choices"]) == ["it, then", "or not"] and first[1]["expected"] == "A"
+    assert first[2]["error"] == "It does not exist." and first[2]["answer"] == ""
+    assert main(argv) == 3
+    assert table(tmp_path / "a.csv") == first
+    # stopped in between: what is answered is in the table, and the rest follows
+    original, count = Answers.run, iter(range(9))
+
+    def stopped(self: Answers, *given: Any) -> Iterator[dict[str, Any]]:
+        for record in original(self, *given):
+            if next(count) == 2:
+                raise KeyboardInterrupt
+            yield record
+
+    monkeypatch.setattr(Answers, "run", stopped)
+    argv = stub(*(line(f"{i}?") for i in range(4)), out="b.csv")
+    assert main(argv) == 130
+    assert [row["answer"] for row in table(tmp_path / "b.csv")] == ["?0", "?1"]
+    monkeypatch.setattr(Answers, "run", original)
+    # killed before the table was written: the lines beside it have all
+    (tmp_path / "b.csv").unlink()
+    capsys.readouterr()
+    assert main([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["taken_over"] == 2
+    assert [row["answer"] for row in table(tmp_path / "b.csv")] == ["?0", "?1", "?2", "?3"]
+
+
+def test_questions_in_a_table(stub: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.mp4").write_bytes(b"clip")
+    argv = stub(more=("--json",))
+    argv[1] = str(tmp_path / "Q.CSV")
+    with (tmp_path / "Q.CSV").open("w", encoding="utf-8-sig", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["question", "video", "choices", "answer", "id", "remark"])
+        rows.writerow(["who,\nand why?", "a.mp4", "", "", "", "one"])
+        rows.writerow([")A", "a.mp4", '["he", "she"]', "he", "x", ""])
+        rows.writerow(["what?", "a.mp4", "he or she", "", "", ""])
+        rows.writerow(["", "a.mp4", "", "", "", ""])
+    assert main(argv) == 3
+    out, err = capsys.readouterr()
+    assert json.loads(out)["accuracy"] == 1.0 and json.loads(out)["failed"] == 2
+    answered = {one["question"]: one.get("answer") for one in records(tmp_path / "a.jsonl")}
+    assert answered == {"who,\nand why?": "?yhw dna\n,ohw", ")A": "A)", "what?": None, "": None}
+    assert "Q.CSV, line 5: the field 'choices' must be a list of 2 to 26 texts" in err
+    assert "Q.CSV, line 6: the text field 'question' is missing or empty" in err
+
+
+def test_what_could_not_be_read_is_listed_at_the_end(
+    stub: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.mp4").write_bytes(b"clip")
+    asked = [line(f"{i}?", "missing.mp4") for i in range(30)] + [line("0?", f"missing{i}.mp4") for i in range(25)]
+    named = {"video": "a.mp4", "choices": ["yes", "no"]}
+    asked += [
+        json.dumps({**named, "id": "clear", "question": "sey"}),
+        json.dumps({**named, "id": "odd", "question": "ton"}),
+    ]
+    assert main(stub(*asked)) == 3
+    lines = capsys.readouterr().err.splitlines()
+    at = lines.index(f'55 questions have no answer ("error" in {tmp_path / "a.jsonl"}):')
+    assert lines[at + 1] == "  missing.mp4: It does not exist. (30 questions)"
+    assert lines[at + 2 : at + 21] == [f"  missing{i}.mp4: It does not exist." for i in range(19)]
+    assert lines[at + 21] == "  ... and 6 more"
+    assert lines[at + 22].startswith("1 answers name none of the choices, or several")
+    assert lines[at + 23 :] == ["  a.mp4, id odd: 'not'"]
+    # an answer that names no choice is an answer
+    assert main(stub(asked[-1], out="b.jsonl")) == 0

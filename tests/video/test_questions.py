@@ -98,11 +98,11 @@ def test_a_line_that_is_no_text_is_a_fault_of_that_line(tmp_path: Path) -> None:
     ["video,question\na.mp4,what?\n", "[]\n", '{"image": "a.png", "question": "?"}\n', "\x00\x01", '{"video": 5}\n'],
 )
 def test_a_file_without_any_question_is_refused_with_what_is_expected(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "q.csv"
+    path = tmp_path / "q.jsonl"
     path.write_text(content)
     with pytest.raises(MmaccelError, match=r"holds no valid question .*such as \{.video.: ") as caught:
         read_questions(path)
-    assert "q.csv, line 1" in str(caught.value) and "\n" not in str(caught.value)
+    assert "q.jsonl, line 1" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_files_that_are_no_questions(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -134,6 +136,21 @@ class AnswerFile(AppendFile):
             record = {**record, "content": self._content[record["id"]]}
         self.append(_line(record))
         self.done[record["id"]] = record
+
+
+#: columns of a CSV of answers
+_COLUMNS = ("id", "video", "question", "choices", "expected", "answer", "choice", "right", "error", "content")
+
+
+def write_csv(path: Path, records: Iterable[Record]) -> None:
+    """Write records as CSV in UTF-8 with a line of names, whole or not at all; ``choices`` is a JSON list. Raises OSError."""
+    text = io.StringIO()
+    rows = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
+    rows.writeheader()
+    for record in records:
+        listed = {"choices": json.dumps(record["choices"], ensure_ascii=False)} if "choices" in record else {}
+        rows.writerow({**record, **listed})
+    write_whole(path, text.getvalue().encode(errors="backslashreplace"))
 
 
 def _line(record: Record) -> bytes:

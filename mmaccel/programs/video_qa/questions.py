@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import re
@@ -15,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import MmaccelError, no_json
+from ...media.files import moves
 from ...suite import is_right
+from ...video.readers.pictures import SUFFIXES
 
 _LETTERS = string.ascii_uppercase
 _EXAMPLE = '{"video": "a.mp4", "question": "What happens?"}'
@@ -94,11 +98,12 @@ def _plain(text: str) -> str:
 
 
 def read_questions(path: str | os.PathLike[str]) -> list[VideoQuestion]:
-    """The questions of a JSONL file in its order; an invalid line becomes a question with an ``error``.
+    """The questions of a JSONL or CSV file in its order; an invalid line becomes a question with an ``error``.
 
     A line is an object with ``video`` (a path, absolute or from the folder of the file) and ``question``; ``choices`` (a list
     of 2 to 26 texts), ``answer`` and ``id`` are optional. Without an ``id`` a digest of its content is the name of a question,
-    wherever its line is; of several equal ones the second is ``...-2``.
+    wherever its line is; of several equal ones the second is ``...-2``. A file called ``*.csv`` has these fields as columns,
+    ``choices`` as a JSON list; an empty cell is a field that is left out.
 
     Raises MmaccelError if there is no such file, or no line of it is a question.
     """
@@ -109,7 +114,11 @@ def read_questions(path: str | os.PathLike[str]) -> list[VideoQuestion]:
         raise MmaccelError(
             f"Cannot read {str(file)!r} ({error.strerror}); give a JSONL file with lines such as {_EXAMPLE}."
         ) from error
-    listed = [(line, None, f"{file.name}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    listed: list[tuple[Any, str | None, str]]
+    if file.suffix.lower() == ".csv":
+        listed = [(row, None, f"{file.name}, line {number}") for number, row in _csv_rows(file, b"\n".join(lines))]
+    else:
+        listed = [(line, None, f"{file.name}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not listed:
         raise MmaccelError(f"{str(file)!r} holds no question; give a JSONL file with a question a line.")
     questions = _named(listed, str(file.parent))
@@ -119,6 +128,68 @@ def read_questions(path: str | os.PathLike[str]) -> list[VideoQuestion]:
             f"{_EXAMPLE}."
         )
     return questions
+
+
+def _csv_rows(file: Path, data: bytes) -> list[tuple[int, dict[str, Any]]]:
+    """Rows of a CSV file with the lines that they end in, as objects like the lines of JSONL."""
+    try:
+        reader = csv.DictReader(io.StringIO(data.decode(), newline=""), strict=True)
+        rows = [(reader.line_num, {name: cell for name, cell in row.items() if name and cell}) for row in reader]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise MmaccelError(f"Cannot read {str(file)!r} ({error}); give a CSV file in UTF-8.") from error
+    if not {"video", "question"} <= set(reader.fieldnames or ()):
+        raise MmaccelError(f"{str(file)!r} has no columns 'video' and 'question'; name them in its first line.")
+    for _, row in rows:
+        if "choices" in row:
+            try:
+                row["choices"] = json.loads(row["choices"])
+            except (ValueError, RecursionError):
+                row["choices"] = ()  # refused as any other value that is no list
+    return rows
+
+
+def ask_clips(path: str | os.PathLike[str], question: str) -> list[VideoQuestion]:
+    """The same question about a clip, or about every clip of a folder, in the order of names.
+
+    Clips of a folder are its video files, its subfolders of pictures, and the clips of its other subfolders; without any, a
+    folder of pictures is a clip itself. Names that begin with a dot are left out.
+
+    Raises MmaccelError if there is no clip, or the question is empty.
+    """
+    top = Path(path)
+    if not top.exists():
+        raise MmaccelError(f"There is no clip or folder {str(top)!r}; give a video file, or a folder of them.")
+    found = _clips(top) if top.is_dir() else [top] if moves(top) else []
+    if not found and top.is_dir() and _has_pictures(top):
+        found = [top]
+    if not found:
+        raise MmaccelError(f"{str(top)!r} is no clip and holds none; give a video file, or a folder of them.")
+    listed = [
+        {"video": str(clip.relative_to(top)) if clip != top else top.name or str(top), "question": question}
+        for clip in found
+    ]
+    asked = _named([(one, None, one["video"]) for one in listed], "")
+    if asked[0].error:
+        raise MmaccelError(asked[0].error)
+    return [dataclasses.replace(one, path=str(clip)) for one, clip in zip(asked, found, strict=True)]
+
+
+def _clips(folder: Path) -> list[Path]:
+    clips: list[Path] = []
+    for one in sorted(folder.iterdir()):
+        if one.name.startswith("."):
+            continue
+        if not one.is_dir():
+            clips += [one] if moves(one) else []
+        elif _has_pictures(one):
+            clips.append(one)
+        elif not one.is_symlink():
+            clips += _clips(one)
+    return clips
+
+
+def _has_pictures(folder: Path) -> bool:
+    return any(one.suffix.lower() in SUFFIXES for one in folder.iterdir())
 
 
 def as_questions(given: str | os.PathLike[str] | Iterable[VideoQuestion | Mapping[str, Any]]) -> list[VideoQuestion]:

@@ -13,7 +13,8 @@ from ...errors import MmaccelError
 from ...media.picture import load_picture
 from .base import Reader
 
-_SUFFIXES = tuple(".png .jpg .jpeg .jpe .jfif .bmp .webp .tif .tiff .ppm .pgm .avif .jp2".split())
+#: of files that are frames
+SUFFIXES = tuple(".png .jpg .jpeg .jpe .jfif .bmp .webp .tif .tiff .ppm .pgm .avif .jp2".split())
 
 
 class PicturesReader(Reader):
@@ -26,7 +27,7 @@ class PicturesReader(Reader):
 
     def __init__(self, path: Path, kind: str, fps: float = 1.0) -> None:
         self._path = path
-        self._files = sorted((p for p in path.iterdir() if p.suffix.lower() in _SUFFIXES), key=_natural)
+        self._files = sorted((p for p in path.iterdir() if p.suffix.lower() in SUFFIXES), key=_natural)
         if not self._files:
             raise MmaccelError(f"The folder {str(path)!r} holds no frames; it needs files such as 0001.png.")
         self.fps = fps
