@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -183,11 +184,12 @@ def test_ask_about_a_video_file(folder, tmp_path, capsys):
         (["{}/frames", "what?"], "takes no video"),
         (["{}/a.png", " "], "question is empty"),
         (["{}/a.png", ""], "question is empty"),
-        (["{}/a.png"], "The question is missing behind '"),
-        (["{}/a.png", "{}/b.jpg"], "The question is missing behind '"),
-        (["{}/frames"], "The question is missing behind '"),
-        (["gone.3gp"], "The question is missing behind 'gone.3gp'"),
-        (["gone.PNG"], "The question is missing behind 'gone.PNG'"),
+        (["{}/a.png"], "The question is missing after '"),
+        (["{}/a.png", "{}/b.jpg"], "The question is missing after '"),
+        (["{}/frames"], "The question is missing after '"),
+        (["gone.3gp"], "The question is missing after 'gone.3gp'"),
+        (["gone.PNG"], "The question is missing after 'gone.PNG'"),
+        (["{}/a.png", "gone.png"], "The question is missing after 'gone.png'"),
         (["what?"], "The picture or video is missing; give its path before the question"),
         (["what is in a.png"], "The picture or video is missing; give its path before the question"),
         (["word " * 2000], "The picture or video is missing; give its path before the question"),
@@ -206,6 +208,33 @@ def test_ask_says_what_is_wrong(folder, capsys, argv, words):
     error = output(capsys, "ask", *[a.format(folder) for a in argv], *model, status=2)
     assert words in error
     assert error.startswith("mmaccel ask: ")
+
+
+class Terminal(io.StringIO):
+    """A terminal with what was typed."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("shown", [["a.png"], ["a.png", "b.jpg"], ["frames"], ["b.jpg", "frames"]])
+def test_ask_asks_for_the_question_on_a_terminal(folder, capsys, monkeypatch, shown):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdin", Terminal("  what is it?\n"))
+    monkeypatch.setattr(sys, "stderr", screen)
+    video = "frames" in shown
+    argv = ["ask", "--model", folder / ("qwen2_5_vl" if video else "llava"), *(folder / name for name in shown)]
+    report = json.loads(output(capsys, *argv, "--max-new-tokens", 1, "--json"))
+    assert report["question"] == "what is it?" and screen.getvalue().count("Question: ") == 1
+    for typed in ("\n", ""):
+        # nothing was typed, or the input was closed
+        monkeypatch.setattr(sys, "stdin", Terminal(typed))
+        assert main([str(word) for word in argv]) == 2 and "The question is empty; type one" in screen.getvalue()
+    monkeypatch.setattr(sys, "stdin", Terminal("what?\n"))
+    assert main(["ask", str(folder / "gone.png")]) == 2 and "does not exist" in screen.getvalue()
+    # a pipe has nobody to ask
+    monkeypatch.setattr(sys, "stdin", io.StringIO("what?\n"))
+    assert main([str(word) for word in argv]) == 2 and "The question is missing after" in screen.getvalue()
 
 
 def test_ask_says_that_a_count_above_what_a_picture_has_keeps_it_whole(folder, capsys):

@@ -1,6 +1,7 @@
 """Ask a model about pictures or a video, in full and accelerated, and print both answers side by side.
 
-PATH is one or more pictures, a video file, or a folder of frames in the order of their names. Weights are read from
+PATH is one or more pictures, a video file, or a folder of frames in the order of their names. Without QUESTION, the command
+asks for it on a terminal. Video files are read by PyAV or decord: pip install 'mmaccel[video]'. Weights are read from
 safetensors only, and code that comes with a model is not run unless --trust-remote-code is given. Both runs are greedy and
 are timed after a warm-up of a few tokens.
 """
@@ -8,11 +9,12 @@ are timed after a warm-up of a few tokens.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -54,7 +56,7 @@ def run(
     output: Json = None,
 ) -> int:
     """Load, ask twice, print."""
-    check_order(media or [], question)
+    shown, question = media_and_question(media or [], question)
     if not fps > 0:
         raise MmaccelError(f"--fps must be greater than 0, got {fps:g}.")
     json_file(output)
@@ -62,8 +64,8 @@ def run(
 
     with working("reading pictures or video") as bar:
         chosen = how.chosen()
-        pictures, clip = load_media([Path(path) for path in media or []], frames, fps)
-        prompt = [Prompt(question, tuple(pictures), clip)]
+        pictures, clip = load_media([Path(path) for path in shown], frames, fps)
+    prompt = [Prompt(question or _question(), tuple(pictures), clip)]
     video = clip is not None
     model, processor = load_model(which, video)
 
@@ -82,7 +84,7 @@ def run(
         "model": which.model or str(shipped(video)),
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "question": question,
+        "question": prompt[0].question,
         "recipe": dataclasses.asdict(chosen),
         "agreement": agreement(full, fast),
         "full": full.public(),
@@ -92,29 +94,45 @@ def run(
     return 0
 
 
-def check_order(media: list[str], question: str) -> None:
-    """Raise MmaccelError if paths or a question are missing; paths come first and the question last."""
+def media_and_question(media: list[str], question: str) -> tuple[list[str], str]:
+    """Paths and the question, which comes last; on a terminal it may be left out, and is empty then. Raises MmaccelError if
+    there is no path, or no question and no terminal to ask for it."""
     from ..media.files import is_media
 
     last = Path(question)
     try:
-        # one word that is not a file may be a question, most likely after a path
-        named = is_media(last) and (last.is_file() or (not media and " " not in question))
+        # one word with the ending of a picture is a file that is not there, and no question
+        named = bool(question.strip()) and is_media(last) and (last.exists() or " " not in question)
     except OSError:
         # longer than a path may be
         named = False
-    if not question.strip():
-        what = "The question is empty" if media else "The picture or video and the question are missing"
-        raise MmaccelError(f'{what}; write the question last and in quotes, such as "What is this?".')
     if named:
-        raise MmaccelError(
-            f'The question is missing behind {question!r}; write it last and in quotes, such as "What is this?".'
-        )
-    if not media:
-        raise MmaccelError(
-            "The picture or video is missing; give its path before the question, as in "
-            f"mmaccel ask photo.jpg {question[:60]!r}."
-        )
+        media, question = [*media, question], ""
+    if question.strip():
+        if not media:
+            raise MmaccelError(
+                "The picture or video is missing; give its path before the question, as in "
+                f"mmaccel ask photo.jpg {question[:60]!r}."
+            )
+    elif not media or not (is_terminal(sys.stdin) and is_terminal(sys.stderr)):
+        what = f"The question is missing after {media[-1]!r}" if named else "The question is empty"
+        what = what if media else "The picture or video and the question are missing"
+        raise MmaccelError(f'{what}; write the question last and in quotes, such as "What is this?".')
+    return media, question
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a person types into a stream, or reads it."""
+    return stream is not None and stream.isatty()
+
+
+def _question() -> str:
+    """The question that is typed when asked for."""
+    print("Question: ", end="", file=sys.stderr, flush=True)
+    question = sys.stdin.readline()
+    if not question.strip():
+        raise MmaccelError('The question is empty; type one, or write it last and in quotes, such as "What is this?".')
+    return question.strip()
 
 
 def shipped(video: bool = False) -> Path:

@@ -17,7 +17,7 @@ KINDS = (
 #: suffixes of files of these kinds
 SUFFIXES = tuple(
     ".mp4 .m4v .mov .qt .f4v .3gp .3g2 .mkv .webm .avi .flv .wmv .asf .ogv .ogm .ts .mts .m2ts .m2t .mpg .mpeg .m2v .mpv .vob "
-    ".mxf .y4m .ivf".split()
+    ".mxf .y4m .ivf .mpe .m1v .divx .rm .rmvb .dv .wtv".split()
 )
 
 _BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b"styp")

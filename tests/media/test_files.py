@@ -24,6 +24,7 @@ from films import KINDS, film
 pytestmark = pytest.mark.filterwarnings("ignore:.*was read by")
 #: what a file must be named to be taken by its name where its first bytes say nothing
 NAMED = "mp4 m4v mov mkv webm avi 3gp 3g2 flv wmv asf mpg mpeg ts m2ts mts ogv vob f4v mxf y4m ivf MP4 Mov 3GP MTS WEBM".split()
+NAMED += "mpe m1v divx rm rmvb dv wtv".split()
 
 
 @pytest.fixture(scope="module")
