@@ -488,14 +488,6 @@ def test_plots(report, tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in made)
 
 
-def test_without_matplotlib_figures_are_not_lost(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    argv = ["bench", "--shape", "tiny", "--workload", "picture-336", "--recipe", "uniform", "--max-new-tokens", "1"]
-    assert main([*argv, "--repeats", "1", "--plots", str(tmp_path)]) == 0
-    out, err = capsys.readouterr()
-    assert "uniform" in out and "No plots: Drawing needs matplotlib" in err
-
-
 def test_help_and_lists(capsys):
     assert main(["bench", "--help"]) == 0
     assert "closed loop" in capsys.readouterr().out

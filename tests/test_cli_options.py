@@ -10,17 +10,20 @@ import resource
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import typer
+from PIL import Image
 
 import mmaccel
 from mmaccel.cli import build_app, commands, main, selfcheck
-from mmaccel.cli.shared import text
+from mmaccel.cli.shared import needs, text
 from mmaccel.families import load
+from mmaccel.video import readers
 
 ROOT = Path(__file__).parent.parent
 
@@ -154,6 +157,109 @@ def test_bars_of_downloads_are_not_silenced() -> None:
         (enable_progress_bars if downloads else disable_progress_bars)()
 
 
+# --- extras -----------------------------------------------------------------------------------------------------------
+#: of an extra, packages whose module has another name
+MODULES = {"prometheus-client": "prometheus_client", "open_clip_torch": "open_clip", "ray[data]": "ray"}
+
+
+def test_extras_are_those_of_the_project_file() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, modules in needs.EXTRAS.items():
+        packages = [re.split("[>=;]", text)[0].strip() for text in project[extra]]
+        assert sorted(MODULES.get(name, name) for name in packages) == sorted(modules), extra
+
+
+EXTRAS_OF_COMMANDS = [
+    (["demo"], "demo", "This command needs gradio"),
+    (["serve"], "serve", "This command needs uvicorn"),
+    (["tune", "--trials", "1"], "tune", "This command needs optuna"),
+    (["tune"], "tune", "This command needs matplotlib"),
+    (["distil"], "bench", "This command needs matplotlib"),
+    (["compare"], "bench", "This command needs matplotlib"),
+    (["bench", "--shape", "tiny", "--plots", "plots"], "bench", "--plots needs matplotlib"),
+    (["video-qa", "q.jsonl", "-o", "a.jsonl", "--ray", "auto"], "ray", "--ray needs ray"),
+    (["ask", "a.png", "?", "--recipe", "cdpruner", "--set", "clip=ViT-B-32:openai"], "clip", "needs open_clip"),
+    (["eval", "--recipe", "clip.json"], "clip", "clip='ViT-B-32:openai' needs open_clip"),
+    (["bench", "--shape", "tiny", "--recipe", "clip.json"], "clip", "clip='ViT-B-32:openai' needs open_clip"),
+    (
+        [
+            "video-qa",
+            "q.jsonl",
+            "-o",
+            "a.jsonl",
+            "--frame-method",
+            "query-frames",
+            "--set",
+            "clip_model=ViT-B-32:openai",
+        ],
+        "clip",
+        "needs open_clip",
+    ),
+]
+
+
+@pytest.mark.parametrize(("argv", "extra", "words"), EXTRAS_OF_COMMANDS, ids=lambda one: one[0] if one[0] else None)
+def test_a_missing_extra_is_told_before_any_work(
+    argv: list[str],
+    extra: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gone = words.split()[-1]
+    monkeypatch.chdir(tmp_path)
+    Path("clip.json").write_text(mmaccel.get_recipe("cdpruner", clip="ViT-B-32:openai").to_json())
+    (tmp_path / "film").mkdir()
+    Path("q.jsonl").write_text(json.dumps({"video": "film", "question": "what?"}))
+    Image.new("RGB", (8, 8)).save("a.png")
+    found = needs.find_spec
+    # others may be missing here in truth
+    monkeypatch.setattr(needs, "find_spec", lambda name: None if name == gone else found("json"))
+    monkeypatch.setattr(load, "load", lambda *a, **k: pytest.fail("a model is loaded"))
+    error = said(capsys, *argv)
+    assert words in error and error.endswith(f"run: pip install 'mmaccel[{extra}]'\n")
+    assert not {"a.jsonl", "curves.png", "recipe.json", "plots"} & {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["ask", "video-qa", "eval"])
+def test_a_missing_reader_of_videos_is_told_before_a_model_is_loaded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mmaccel.video import in_process
+
+    (tmp_path / "clip.3gp").write_bytes(b"\0\0\0\x14ftyp3gp4" + bytes(8) + b"\0\0\0\x08mdat")
+    questions = tmp_path / "q.jsonl"
+    questions.write_text(json.dumps({"video": "clip.3gp", "question": "what?"}))
+    for module in (readers, in_process):
+        monkeypatch.setattr(module, "usable", lambda reader: False)
+    monkeypatch.setattr(load, "load", lambda *a, **k: pytest.fail("a model is loaded"))
+    rest = {
+        "ask": ["--model", str(tmp_path), str(tmp_path / "clip.3gp"), "what?"],
+        "video-qa": [str(questions), "-o", str(tmp_path / "a.jsonl")],
+        "eval": ["--data", str(questions)],
+    }
+    monkeypatch.setattr("mmaccel.video.decode.usable", lambda reader: False, raising=False)
+    error = said(capsys, name, *rest[name])
+    assert "Reading video files needs PyAV, decord or torchcodec; run: pip install av" in error
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_help_marks_what_needs_an_extra(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    for name, module in commands().items():
+        extra = getattr(module, "EXTRA", None)
+        line = next(line for line in listed.splitlines() if line.startswith(f"  {name} "))
+        assert line.endswith(f"(extra: {extra})") == (extra is not None), line
+        assert main([name, "--help"]) == 0
+        told = capsys.readouterr().out
+        assert (extra is None) or f"pip install 'mmaccel[{extra}]'" in told
+    assert {name for name, one in commands().items() if hasattr(one, "EXTRA")} == {
+        argv[0] for argv, _, words in EXTRAS_OF_COMMANDS if words.startswith("This command")
+    }
+
+
 # --- what is printed --------------------------------------------------------------------------------------------------
 def test_a_row_is_one_plain_line_in_a_pipe_and_fits_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -161,8 +267,12 @@ def test_a_row_is_one_plain_line_in_a_pipe_and_fits_a_terminal(
     assert main(["methods"]) == 0
     out = capsys.readouterr().out
     (line,) = [line for line in out.splitlines() if line.startswith("snapkv ")]
-    assert "keys the last prompt queries attend to" in line and "arXiv 2404.14469" in line
+    assert "keys the last prompt queries attend to" in line
     assert "\x1b" not in out and not re.search(r" $", out, re.M)
+    assert main(["methods", "snapkv"]) == 0
+    one = capsys.readouterr().out
+    (line,) = [line for line in one.splitlines() if line.startswith("paper ")]
+    assert "arXiv 2404.14469" in line
     screen = Terminal()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", screen)
@@ -172,6 +282,47 @@ def test_a_row_is_one_plain_line_in_a_pipe_and_fits_a_terminal(
     shown = screen.getvalue()
     assert "\x1b[1m" in shown and "kivi" in shown
     assert max(len(re.sub(r"\x1b\[[\d;]*m", "", line)) for line in shown.splitlines()) <= 90
+
+
+def test_the_list_of_methods_fits_and_is_grouped_by_what_a_model_meets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["methods"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80 and len(out.splitlines()) < 400
+    found: dict[str, list[str]] = {}
+    for part in out.split("\n\n"):
+        title, *rows = part.splitlines()
+        found[title] = [row.split()[0] for row in rows if not row.startswith(" ")]
+    assert [title.split(" (")[0] for title in found] == [
+        "before the processor: frames and pixels",
+        "before the vision tower",
+        "inside the vision tower",
+        "before the language model",
+        "inside the language model",
+        "KV cache: keys to keep",
+        "KV cache: keys to read at every decode step",
+        "KV cache: keys and values in fewer bits",
+        "recipes of several stages, or with other settings",
+    ]
+    assert sorted(name for names in found.values() for name in names) == list(mmaccel.recipes())
+    sites = {name: title.partition("site ")[2].rstrip(")") for title, names in found.items() for name in names}
+    assert all(sites[name] == one.site for name, one in mmaccel.methods().items())
+    every_step = found["KV cache: keys to read at every decode step (site cache)"]
+    assert {"quest", "dycoke-cache"} <= set(every_step) and "snapkv" not in every_step
+    # no word of a summary is lost where it folds
+    told = " ".join(out.split())
+    assert all(" ".join(one.summary.split()[-2:]) in told for one in mmaccel.recipes().values())
+    # a narrow and a wide terminal
+    for columns, most in ((60, 60), (300, 120)):
+        screen = Terminal()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", screen)
+            patch.setenv("COLUMNS", str(columns))
+            patch.setenv("TERM", "xterm")
+            assert main(["methods"]) == 0
+        lines = re.sub(r"\x1b\[[\d;]*m", "", screen.getvalue()).splitlines()
+        assert max(map(len, lines)) <= most
 
 
 def test_a_bar_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:

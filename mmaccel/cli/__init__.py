@@ -7,8 +7,9 @@
 - ``run(...)``: does the work, prints, and returns the exit status. Its parameters are the options, as Typer reads them. A
   parameter whose type is a dataclass has the options that are its fields, see ``shared/options.py``. ``--debug`` is added;
 
-and may have ``PLACE``, its place in the list (by default the end), and ``METHODS = False`` if it runs no methods: every other
-subcommand has ``--import``. Heavy imports are inside functions: help needs no torch.
+and may have ``PLACE``, its place in the list (by default the end), ``EXTRA``, the extra of mmaccel without which it does not
+start (see ``shared/needs.py``), and ``METHODS = False`` if it runs no methods: every other subcommand has ``--import``. Heavy
+imports are inside functions: help needs no torch.
 Shared code is in ``shared/``, or in a file whose name begins with an underscore.
 """
 
@@ -30,6 +31,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..core.version import __version__
 from ..errors import MmaccelError, first_line
+from .shared import needs
 from .shared.options import STDOUT
 
 #: exit status of an error that the user can correct
@@ -106,9 +108,9 @@ class _Group(TyperGroup):
             formatter.write_dl([(name, one.short_help) for name, one in self.commands.items()])
 
 
-def _spread(run: Callable[..., int], methods: bool) -> Callable[..., int]:
+def _spread(run: Callable[..., int], methods: bool, extra: str | None) -> Callable[..., int]:
     """``run`` with an option for every field of parameters that are dataclasses, with ``--import`` if it runs ``methods``, and
-    with ``--debug``."""
+    with ``--debug``; without the packages of ``extra`` it is an error that says how to install them."""
     groups: dict[str, Any] = {}
     spread = []
     for one in inspect.signature(run, eval_str=True).parameters.values():
@@ -131,6 +133,8 @@ def _spread(run: Callable[..., int], methods: bool) -> Callable[..., int]:
 
     def call(**given: Any) -> int:
         del given["debug"]  # main looks for it, since an error may come earlier
+        if extra is not None:
+            needs.require(extra, "This command")
         for file in given.pop("imported", None) or ():
             from ..method.imported import import_methods
 
@@ -178,14 +182,15 @@ def build_app() -> typer.Typer:
     )
     app.callback(help=_ABOUT)(_about)
     for name, module in commands().items():
+        extra = getattr(module, "EXTRA", None)
         app.command(
             name,
             cls=_Command,
-            help=module.__doc__,
-            short_help=module.HELP,
+            help=f"{module.__doc__}\n\nNeeds an extra: {needs.install(extra)}" if extra else module.__doc__,
+            short_help=f"{module.HELP} (extra: {extra})" if extra else module.HELP,
             # Typer keeps the lines of a paragraph that begins so
             epilog="\n\n".join(f"\b\n{part}" for part in module.EXAMPLES.strip().split("\n\n")),
-        )(_spread(module.run, getattr(module, "METHODS", True)))
+        )(_spread(module.run, getattr(module, "METHODS", True), extra))
     return app
 
 

@@ -29,6 +29,7 @@ import typer
 
 from ..errors import MmaccelError
 from . import ask
+from .shared import needs
 from .shared.options import Budgets, Json, ModelOptions, Recipes, Settings, rows_of, settings
 from .shared.text import json_file, show, working, write_json
 
@@ -78,7 +79,7 @@ def run(
         list[int] | None, typer.Option(min=1, metavar="C...", help="Clients in a closed loop, see above.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Warm runs of each.")] = 5,
-    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw into this folder.")] = None,
+    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw into this folder (extra: bench).")] = None,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(metavar="A B", help="Compare two JSON files of earlier runs.")
     ] = None,
@@ -87,6 +88,8 @@ def run(
     """Measure and print, or compare."""
     if compare:
         return _compare(*compare)
+    if plots is not None:
+        needs.require("bench", "--plots")
     from ..programs.bench import shapes, workloads
 
     if shape == "list" or workload == ["list"]:
@@ -110,13 +113,8 @@ def run(
 
     show(report, output, lambda: bench_report.render(report))
     if plots is not None:
-        try:
-            drawn = bench_report.draw(report, plots)
-        except MmaccelError as error:
-            # figures that took hours are not lost for want of a library
-            print(f"No plots: {error}", file=sys.stderr)
-        else:
-            print("drawn: " + ", ".join(str(path) for path in drawn), file=sys.stderr)
+        drawn = bench_report.draw(report, plots)
+        print("drawn: " + ", ".join(str(path) for path in drawn), file=sys.stderr)
     return 0
 
 

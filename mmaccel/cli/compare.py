@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..programs.evaluate import Row
 
 PLACE = 4
+EXTRA = "bench"
 HELP = "several recipes as curves of accuracy against what they keep"
 EXAMPLES = """\
 examples:
@@ -66,7 +67,6 @@ def run(
     output: Json = None,
 ) -> int:
     """Run, draw, print."""
-    plots.load_pyplot("bench")
     if out.suffix not in _FORMATS:
         raise MmaccelError(f"--out {str(out)!r} must end in {', '.join(_FORMATS)}.")
     if not out.absolute().parent.is_dir():

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
-from ..errors import MmaccelError
 from .shared.options import AllowHost, Json, ModelOptions, Several
 
 PLACE = 7
+EXTRA = "demo"
 HELP = "show what a recipe does in a browser"
 EXAMPLES = """\
 examples:
@@ -49,8 +48,6 @@ class Serving(ModelOptions):
 
 def run(serving: Serving, output: Json = None) -> int:
     """Serve until interrupted."""
-    if find_spec("gradio") is None:
-        raise MmaccelError("The demo needs Gradio; run: pip install 'mmaccel[demo]'.")
     # the one import that points up: the demo is optional, and begins here
     from mmaccel_demo import serve
 

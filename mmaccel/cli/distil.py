@@ -34,6 +34,7 @@ from .shared.text import json_file, table, tell
 
 PLACE = 5
 METHODS = False
+EXTRA = "bench"
 HELP = "train a small network that keeps the tokens your questions need"
 EXAMPLES = """\
 examples:

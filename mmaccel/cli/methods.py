@@ -1,11 +1,12 @@
-"""List methods and recipes: site, requirements, default budget, paper.
+"""List methods and recipes: what each keeps by default, and what it does, in the order in which a model meets them.
 
-A method alone is also a recipe of that name. Sites: frames (pixels, before the processor; use mmaccel.prepare), encoder
-(between layers of the vision tower), projector (between tower and language model), layers (between layers of the language
-model), cache (keys and values, after prefill). Budget: exact (keeps the budget), at_most (never more), adaptive (the
-content decides).
+A method alone is also a recipe of that name. Sites: frames (pixels, before the processor; use mmaccel.prepare), patches (pixels
+of the vision tower), encoder (between layers of the tower), projector (between tower and language model), layers (between
+layers of the language model), cache (keys and values, after prefill), codec (how keys and values are stored).
 
-NAME shows one method or recipe: its options with defaults and meaning, its paper, requirements, and supported families.
+NAME shows one method or recipe: its options with defaults and meaning, its paper, requirements, and supported families. --json
+and --markdown list all of that but the options' meaning; there, a budget is exact (the method keeps it), at_most (never more),
+or adaptive (the content decides).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from .shared.options import Json
-from .shared.text import markdown, table, tell
+from .shared.text import grouped, markdown, table, tell
 
 if TYPE_CHECKING:
     from ..recipe import Recipe
@@ -33,6 +34,19 @@ examples:
   mmaccel methods --site cache
   mmaccel methods --json | python -m json.tool
 """
+
+#: titles of the list, by site; methods of a cache that choose again at every decode step are apart
+_TITLES = {
+    "frames": "before the processor: frames and pixels (site frames)",
+    "patches": "before the vision tower (site patches)",
+    "encoder": "inside the vision tower (site encoder)",
+    "projector": "before the language model (site projector)",
+    "layers": "inside the language model (site layers)",
+    "cache": "KV cache: keys to keep (site cache)",
+    "reading": "KV cache: keys to read at every decode step (site cache)",
+    "codec": "KV cache: keys and values in fewer bits (site codec)",
+}
+_EVERY_STEP = {"attention of each step", "query of each step"}
 
 _TAPS = {
     "cls_attention": "CLS attention",
@@ -62,9 +76,12 @@ def run(
         return 0
     listed = describe_methods(site)
     composed = [] if site else describe_recipes()
-    form = markdown if in_markdown else table
-    parts = [method_rows(listed), *([recipe_rows(composed)] if composed else [])]
-    tell({"methods": listed, "recipes": composed}, output, lambda: "\n\n".join(map(form, parts)))
+    tables = [method_rows(listed), *([recipe_rows(composed)] if composed else [])]
+
+    def text() -> str:
+        return "\n\n".join(map(markdown, tables)) if in_markdown else grouped(groups(listed, composed))
+
+    tell({"methods": listed, "recipes": composed}, output, text)
     return 0
 
 
@@ -254,6 +271,19 @@ def describe_recipes() -> list[dict[str, Any]]:
 
     known = methods()
     return [_describe_recipe(name, recipe) for name, recipe in recipes().items() if name not in known]
+
+
+def groups(listed: list[dict[str, Any]], composed: list[dict[str, Any]]) -> dict[str, list[list[str]]]:
+    """Rows of name, share and summary by the title of their group: the methods by site, then the recipes of several stages."""
+    found: dict[str, list[list[str]]] = {title: [] for title in _TITLES.values()}
+    for one in listed:
+        reads = one["site"] == "cache" and not _EVERY_STEP.isdisjoint(one["needs"])
+        title = _TITLES["reading" if reads else one["site"]]
+        found[title].append([one["name"], _share(one["default_retain"]), one["summary"]])
+    found["recipes of several stages, or with other settings"] = [
+        [one["name"], _share(one["retain"]), one["summary"]] for one in composed
+    ]
+    return {title: rows for title, rows in found.items() if rows}
 
 
 def method_rows(rows: list[dict[str, Any]]) -> list[list[str]]:

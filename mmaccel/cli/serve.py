@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +23,7 @@ from .shared.options import STDOUT, AllowHost, Frames, Json, Longest, ModelOptio
 from .shared.text import json_file, working, write_json
 
 PLACE = 7
+EXTRA = "serve"
 HELP = "serve a model with a recipe to OpenAI's clients"
 EXAMPLES = """\
 examples:
@@ -32,9 +32,6 @@ examples:
   mmaccel serve --model ./my-llava --recipe kivi --port 8080 --several 2 --allow-files ./pictures
   mmaccel serve --model ./my-llava --host 0.0.0.0 --api-key SECRET --allow-urls images.example.com
 """
-
-#: what the extra brings, as it is imported
-_NEEDS = ("httpx", "prometheus_client", "pydantic", "starlette", "uvicorn")
 
 
 @dataclass(frozen=True)
@@ -80,8 +77,6 @@ def run(
     output: Json = None,
 ) -> int:
     """Serve until interrupted."""
-    if any(find_spec(name) is None for name in _NEEDS):
-        raise MmaccelError("Serving needs Starlette, uvicorn and more; run: pip install 'mmaccel[serve]'.")
     if serving.api_key == "":
         raise MmaccelError("--api-key is empty; give a key, or leave it out.")
     path = json_file(output)

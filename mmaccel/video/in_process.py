@@ -17,7 +17,7 @@ from .choice import around_keyframes, at_rate, length, shown, uniform
 from .clip import Clip
 from .container import container, local
 from .decode_spec import GIB, DecodeSpec, Path_
-from .readers import READERS, PicturesReader, Reader, usable
+from .readers import READERS, PicturesReader, Reader, no_reader, usable
 from .readers.base import NotExactError
 
 #: gives room for pictures of the shape ``[T, H, W, 3]``: what takes the picture ``[H, W, 3]`` that it is given at a place
@@ -86,10 +86,7 @@ def decode_in_process(
     if isinstance(error, MmaccelError):
         raise error
     if error is None:
-        needed = " ".join(READERS[spec.backend or "pyav"].distributions)
-        raise MmaccelError(
-            f"Reading video files needs {spec.backend or 'PyAV, decord or torchcodec'}; run: pip install {needed}"
-        )
+        raise no_reader(spec.backend)
     raise MmaccelError(
         f"The video {str(path)!r} is not a readable video ({_reason(error)}); convert it to mp4."
     ) from error

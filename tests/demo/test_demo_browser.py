@@ -759,7 +759,7 @@ def test_what_cannot_be_started(capsys, monkeypatch):
     """Each in a sentence with its remedy."""
     from mmaccel_demo.engine import House
 
-    from mmaccel.cli import demo, main
+    from mmaccel.cli import main
 
     assert main(["demo", "--model", "./nowhere"]) == 2
     assert "There is no folder './nowhere'" in capsys.readouterr().err
@@ -774,6 +774,3 @@ def test_what_cannot_be_started(capsys, monkeypatch):
     for seconds in ("0", "-1", "nan", "inf"):
         assert main(["demo", f"--time-limit={seconds}"]) == 2
         assert "--time-limit must be seconds above 0" in capsys.readouterr().err
-    monkeypatch.setattr(demo, "find_spec", lambda name: None)
-    assert main(["demo"]) == 2
-    assert "pip install 'mmaccel[demo]'" in capsys.readouterr().err

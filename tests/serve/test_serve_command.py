@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -15,7 +14,6 @@ import pytest
 from clients import MODELS, user
 
 from mmaccel.cli import main
-from mmaccel.cli import serve as command
 
 openai = pytest.importorskip("openai", reason="the client of OpenAI is not installed: pip install '.[test]'")
 
@@ -35,15 +33,6 @@ def started(monkeypatch):
 
     monkeypatch.setattr(server, "run", run)
     return found
-
-
-def test_what_is_missing_is_named(monkeypatch, capsys):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "prometheus_client" else found(name))
-    assert main(["serve"]) == 2
-    assert capsys.readouterr().err == (
-        "mmaccel serve: Serving needs Starlette, uvicorn and more; run: pip install 'mmaccel[serve]'.\n"
-    )
 
 
 def test_what_cannot_be_served_is_said_before_it_is(started, tmp_path, capsys):

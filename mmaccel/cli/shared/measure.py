@@ -15,6 +15,7 @@ import typer
 from ...errors import MmaccelError
 from ...programs.bench import provenance
 from .. import ask
+from .needs import require_reader
 from .options import Frames, Longest, ModelOptions, named
 from .results import Results
 from .text import nbytes, table, working
@@ -141,6 +142,7 @@ class Run:
             return questions, {"suite": tasks, "split": self.split, "questions_a_task": count, "pixels": options.pixels}
         if self.about is not None and options.data.is_dir():
             questions = ask_folder(options.data, self.about, frames=options.frames)[: options.limit]
+            require_reader(one.sample.video for one in questions if one.sample and one.sample.video)
             return questions, {"data": str(options.data), "asked": self.about, "limit": options.limit}
         if not options.data.is_file():
             raise MmaccelError(f"There is no file {str(options.data)!r}; give a JSONL file with a question a line.")
@@ -151,6 +153,7 @@ class Run:
         except ValueError as error:
             raise MmaccelError("; ".join(str(error).splitlines()[:4]) + ".") from error
         settings = {"data": str(options.data), "limit": options.limit}
+        require_reader(sample.video for sample in samples[: options.limit] if sample.video)
         return ask_samples(samples[: options.limit], frames=options.frames), settings
 
     @staticmethod

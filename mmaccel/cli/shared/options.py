@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ...errors import MmaccelError, no_json, short_int
+from .needs import require_clip
 
 if TYPE_CHECKING:
     from ...recipe import Recipe
@@ -108,7 +109,7 @@ class ModelOptions:
 class RecipeOptions:
     """One recipe, with its budget and its options."""
 
-    recipe: Annotated[str, typer.Option(metavar="RECIPE", help="Recipe, method or JSON file.")] = "balanced"
+    recipe: Annotated[str, typer.Option(metavar="RECIPE", help="Recipe, method, JSON file, or JSON.")] = "balanced"
     retain: Annotated[
         float | None,
         typer.Option(
@@ -131,6 +132,8 @@ class RecipeOptions:
 
         recipe = get_recipe(self.recipe).override(**self.changes())
         recipe.build()
+        for stage in recipe.stages:
+            require_clip(stage.options)
         return recipe
 
 
@@ -190,6 +193,8 @@ def named(recipes: Sequence[str], changes: Mapping[str, Any] | None = None) -> l
 
     given: dict[str, tuple[str, Recipe]] = {}
     for text, one in _changed([(text, get_recipe(text)) for text in recipes], changes or {}):
+        for stage in one.stages:
+            require_clip(stage.options)
         given.setdefault(recipe_identity(one), (text, one))
     by_name: dict[str, Recipe] = {}
     for text, one in given.values():

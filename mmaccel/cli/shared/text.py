@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: columns off a terminal: more than any table has
 _ENDLESS = 10_000
+#: columns of a text that people read: off a terminal, and at most on one
+_USUAL, _READABLE = 80, 120
 
 
 def table(rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
@@ -35,6 +37,29 @@ def table(rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
         grid.add_row(*row)
     with screen.capture() as captured:
         screen.print(grid)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def grouped(groups: Mapping[str, Sequence[Sequence[str]]]) -> str:
+    """Rows of name, figure and text under the titles of their groups, for standard output: as wide as the terminal, up to 120
+    columns, and 80 without one. Long texts fold."""
+    from rich.table import Table
+    from rich.text import Text
+
+    screen = console()
+    width = min(screen.width, _READABLE) if screen.is_terminal else _USUAL
+    names = max(len(row[0]) for rows in groups.values() for row in rows)
+    figures = max(len(row[1]) for rows in groups.values() for row in rows)
+    with screen.capture() as captured:
+        for number, (title, rows) in enumerate(groups.items()):
+            grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+            grid.add_column(width=names, no_wrap=True)
+            grid.add_column(width=figures, justify="right", no_wrap=True)
+            grid.add_column(overflow="fold")
+            for row in rows:
+                grid.add_row(*row)
+            screen.print(Text(f"{chr(10) * bool(number)}{title}", style="bold"), width=width)
+            screen.print(grid, width=width)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 

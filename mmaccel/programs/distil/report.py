@@ -80,7 +80,7 @@ def write(result: Distilled) -> None:
 
 def draw(result: Distilled) -> bytes:
     """The curves of the training, as a PNG: the loss of the steps, and KL and answers kept on the watched questions."""
-    figure, panels = plots.load_pyplot("tune").subplots(1, 3, figsize=(10.5, 3.2), layout="constrained")
+    figure, panels = plots.load_pyplot("bench").subplots(1, 3, figsize=(10.5, 3.2), layout="constrained")
     curves = {
         "loss": ("loss", "watched"),
         "KL, watched questions": ("kl",),

@@ -18,6 +18,7 @@ from ...pruning.learned import Learned
 from ...recipe import RecipeLike, get_recipe
 from ..bench import provenance
 from ..evaluate import Question, memory_error
+from ..plots import load_pyplot
 from ..resume import naming_files, run_settings, shown, usable
 from ..tune.evaluate import Evaluator, Measurement
 from . import report
@@ -135,7 +136,8 @@ def distil(
 
 
 def _check(model: Any, questions: Sequence[Question], target: str, retain: float, steps: int, out: Path) -> None:
-    """Raise MmaccelError if the model is not supported, or an argument is wrong."""
+    """Raise MmaccelError if the model is not supported, an argument is wrong, or matplotlib is missing."""
+    load_pyplot("bench")  # which the end of the training needs
     if is_accelerated(model):
         raise MmaccelError("A selector is trained on the bare model; call model.mmaccel.remove() first.")
     family = family_of(model)

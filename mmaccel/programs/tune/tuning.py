@@ -14,6 +14,7 @@ from ...recipe import recipes as all_recipes
 from ...suite import read_samples
 from ..evaluate import Question, Row, ask_samples, evaluate
 from ..identity import recipe_identity
+from ..plots import load_pyplot
 from ..resume import naming_files, run_settings, usable
 from . import report
 from .baselines import best_of
@@ -129,6 +130,7 @@ def _identity(one: Recipe, model: Any) -> str:
 
 
 def _check(keep: float, goal: str, confidence: float | None, trials: int, out: str | Path) -> None:
+    load_pyplot("tune")  # which the end of the search needs
     if not 0 < keep <= 1:
         raise MmaccelError(f"keep must be a share of the answers such as 0.99, got {keep}.")
     if goal not in GOALS:

@@ -1,5 +1,6 @@
 """Video back ends, one a file, in the order in which they are tried."""
 
+from ...errors import MmaccelError
 from .base import Reader
 from .decord import DecordReader
 from .pictures import PicturesReader
@@ -19,4 +20,10 @@ def usable(reader: type[Reader]) -> bool:
     return True
 
 
-__all__ = ["READERS", "PicturesReader", "Reader", "usable"]
+def no_reader(name: str | None = None) -> MmaccelError:
+    """The error that no back end is installed, or not the one of this name."""
+    needed = " ".join(READERS[name or "pyav"].distributions)
+    return MmaccelError(f"Reading video files needs {name or 'PyAV, decord or torchcodec'}; run: pip install {needed}")
+
+
+__all__ = ["READERS", "PicturesReader", "Reader", "no_reader", "usable"]
