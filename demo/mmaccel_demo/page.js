@@ -18,6 +18,10 @@ const mmaccel = (() => {
       set(remove, "aria-label", label);
       set(remove, "title", label);
     }
+    // a label names its first control, which is the button that copies
+    for (const field of all("label:has(button) textarea")) {
+      set(field, "aria-label", field.closest("label").querySelector("[data-testid=block-info]")?.textContent.trim() ?? "");
+    }
     for (const fold of all("button.label-wrap")) set(fold, "aria-expanded", `${fold.classList.contains("open")}`);
     // a list that scrolls would take a stop of its own between the field and what comes next
     for (const list of all("ul[role=listbox]")) set(list, "tabindex", "-1");

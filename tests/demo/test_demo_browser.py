@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -609,6 +610,34 @@ def test_an_own_clip_clears_the_question_of_the_example(visit, files, tab):
     assert page.value(f".question-{tab.lower()}")
     page.upload(files.mp4)
     page.until(lambda: page.value(f".question-{tab.lower()}") == "")
+
+
+def test_every_control_has_a_name(visit):
+    """In every tab with everything folded out, with a file and without one, and with what an answer brings."""
+    page, unnamed = visit(), {}
+
+    def look(where):
+        with contextlib.suppress(AssertionError):
+            # names are given right behind what they name
+            page.until(lambda: not page.unnamed(), 5)
+        unnamed.update({where: found} if (found := page.unnamed()) else {})
+
+    for name in ("Picture", "Video", "Layers", "Compare recipes", "Stream"):
+        page.tab(name)
+        if name == "Compare recipes":
+            page.press("Compare")
+            page.until(lambda: page.all(".drawing-compare select"), 180)
+            removed = [e.get_attribute("aria-label") for e in page.all(".token-remove")]
+            assert len(removed) >= 5 and any("divprune" in one for one in removed), removed
+        for fold in page.all("button.label-wrap"):
+            before = fold.get_attribute("aria-expanded")
+            assert before in ("true", "false"), "what is folded out is said"
+            fold.click()
+            page.until(lambda fold=fold, before=before: fold.get_attribute("aria-expanded") != before)
+        look(name)
+        page.panel().find_elements(page.css, "button[aria-label=Clear], button[aria-label='Remove Image']")[0].click()
+        look(f"{name} without a file")
+    assert not unnamed, json.dumps(unnamed, indent=1)
 
 
 # ----------------------------------------------------------------------------------------------------------- programs
