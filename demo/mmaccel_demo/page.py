@@ -93,7 +93,7 @@ def _reported(function: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             if not isinstance(error, MmaccelError):
                 log.exception("a fault of the demo")
-            raise gr.Error(cards.sentence(error)) from None
+            raise gr.Error(cards.sentence(error), print_exception=False) from None
 
     return told
 

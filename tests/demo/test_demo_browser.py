@@ -117,6 +117,7 @@ def test_a_picture_is_answered_twice(visit, files):
 
 def test_the_recipe_as_json(visit, files):
     page = visit()
+    page.press("Settings")
     page.press("Share the recipe as JSON")
     page.until(lambda: page.all(".mm-code textarea"))
     before = json.loads(page.value(".mm-code"))
@@ -152,7 +153,22 @@ def test_errors_are_sentences(visit, files):
     refused(None, "what?", "There is no picture")
     refused(files.png, "", "The question is empty")
     refused(files.huge, "what?", "megapixels are taken")
-    refused(files.broken_png, "what?", "The picture is broken")
+    refused(files.broken_png, "what?", "The picture cannot be read: image file is truncated")
+
+
+@pytest.mark.parametrize("typed", ["", "9999"])
+def test_numbers_that_are_typed(visit, typed):
+    """A field that is emptied, or filled with too much, is answered in a sentence or set right, and nothing else."""
+    page = visit()
+    page.press("Settings")
+    page.until(lambda: page.all("input[aria-label*='number input for Longest']"))
+    for label in ("Longest answer", "Share of the visual"):
+        field = page.all(f"input[aria-label*='number input for {label}']")[0]
+        page.driver.execute_script("arguments[0].select()", field)
+        page.driver.execute_cdp_cmd("Input.insertText", {"text": typed}) if typed else field.send_keys("\ue017")
+    page.press("Ask")
+    page.until(lambda: page.all(".said-picture .mm-say") and not page.all(".mm-columns[data-old]"), 120)
+    assert not page.all(".toast-body.error"), page.text(".toast-body")
 
 
 def test_a_clip_that_cannot_be_decoded(visit, files):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import json
 import re
+import shutil
+import subprocess
 import threading
 import time
 import types
@@ -514,6 +517,36 @@ def test_every_layer_has_its_tokens_and_keys(house, files, name):
     assert sum(keys) / 5 == pytest.approx(cards.held(fast), abs=0.5)
     html = overlay.draw(dataclasses.replace(view, steps=view.layers), 4)
     assert "cache of layer 4" in html and f"a head holds the keys of {keys[4]:.0f} of 196" in html
+
+
+def test_lists_keep_what_the_model_can_do(gradio, house):
+    """Of the recipes that are chosen at first, too: Gradio refuses all that is asked with one that is not in its list."""
+    from mmaccel_demo import page
+
+    possible = house.choices["picture"]
+    some = types.SimpleNamespace(
+        choices={"picture": [one for one in possible if one.name not in ("vtc-cls", "balanced")]}
+    )
+    assert page._choices(some, "picture", ["uniform", "vtc-cls", "pool"])["value"] == ["uniform", "pool"]
+    assert page._choices(some, "picture", ["vtc-cls"])["value"] == [some.choices["picture"][0].name]
+    assert page._choices(some, "picture", "balanced")["value"] is None
+    assert page._choices(some, "picture", "pool")["value"] == "pool"
+    assert "value" not in page._choices(types.SimpleNamespace(choices={}), "picture", "pool")
+
+
+def test_the_script_of_the_page(gradio, tmp_path):
+    """What it makes of a question when an own picture comes, without a browser."""
+    from mmaccel_demo import serve
+
+    if (node := shutil.which("node")) is None:
+        pytest.skip("node is not installed: apt-get install nodejs")
+    found = [examples.Example("picture", tmp_path / "a.png", "what </script> is it ?", "")]
+    script = serve._script(found)
+    assert "</script>" not in script
+    for asked, left in (("what </script> is it ?", ""), ("what is it ?", "what is it ?"), ("", "")):
+        code = f"{script}\nconsole.log(JSON.stringify(mmaccel.ownQuestion({json.dumps(asked)})))"
+        said = subprocess.run([node, "-e", code], capture_output=True, text=True, check=True).stdout
+        assert json.loads(said) == left
 
 
 def test_layers_that_keep_no_keys():
