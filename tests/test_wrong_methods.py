@@ -25,6 +25,9 @@ from mmaccel.method.sparse_read import Picked
 #: what is wrong wherever a tensor is expected
 WRONG: dict[str, Callable[[Tensor], Any]] = {
     "None": lambda x: None,
+    "class": lambda x: type(x),
+    "array": lambda x: x.numpy(),
+    "device": lambda x: x.to("meta"),
     "list": lambda x: x.tolist(),
     "shape": lambda x: x[..., None],
     "shorter": lambda x: x[..., :-1],
@@ -39,6 +42,19 @@ FIGURES: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "shape": lambda made: {name: x[:, :-1] for name, x in made.items()},
     "mask": lambda made: {name: x > 0 for name, x in made.items()},
     "nothing in it": lambda made: dict.fromkeys(made),
+    "device": lambda made: {name: x.to("meta") for name, x in made.items()},
+    "numbers for names": lambda made: dict(enumerate(made.values())),
+}
+#: of figures that a reduction reads at the tokens of a picture
+NANS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+    "NaN": lambda made: {name: torch.full_like(x, torch.nan) for name, x in made.items()},
+}
+#: what is no object of the kind that is expected
+OBJECTS: dict[str, Callable[[Any], Any]] = {
+    "None": lambda made: None,
+    "text": lambda made: "x",
+    "list": lambda made: [made],
+    "class": lambda made: type(made),
 }
 
 
@@ -95,10 +111,33 @@ PICKED: dict[str, Callable[[Any], Any]] = {
     "out of range": lambda made: _picked(made, units=lambda x: x + 1000),
     "negative": lambda made: _picked(made, units=lambda x: x - 1000),
     "counts": lambda made: _picked(made, counts=lambda x: x[..., None]),
+    "no tuple": lambda made: None,
+    "only units": lambda made: made[:1],
+    "negative counts": lambda made: _picked(made, counts=lambda x: x - 100),
+    "more than there are": lambda made: _picked(made, counts=lambda x: x + 100),
+    "unsorted": lambda made: _picked(made, units=lambda x: x.flip(-1)),
+    "duplicates": lambda made: _picked(made, units=lambda x: x[..., :1].expand_as(x)),
+    "no dict": lambda made: (made[0], None),
+    "no tensor": lambda made: (made[0], {"x": "y"}),
+    "other rows": lambda made: (made[0], {"x": torch.zeros(9, 2)}),
 }
 SLOTS: dict[str, Callable[[Tensor], Any]] = {
     "out of range": lambda x: x + 10_000,
     "negative": lambda x: x - 10_000,
+}
+COUNTS: dict[str, Callable[[Tensor], Any]] = {
+    **WRONG,
+    **FLOATS,
+    "out of range": lambda x: x + 10_000,
+    "negative": lambda x: x - 10_000,
+}
+JOINS: dict[str, Callable[[Any], Any]] = {
+    **OBJECTS,
+    "number": lambda made: 3,
+    "fewer": lambda made: made[:-1],
+    "too low": lambda made: [0] * len(made),
+    "too high": lambda made: [99] * len(made),
+    "shares": lambda made: [0.5] * len(made),
 }
 FRAMES: dict[str, Callable[[Any], Any]] = {
     "None": lambda made: None,
@@ -119,6 +158,7 @@ FRAMES: dict[str, Callable[[Any], Any]] = {
 #: with which there is something to pack, and to read, in a short prompt
 OPTIONS: dict[str, dict[str, Any]] = {
     "quest": {"page": 3, "least": 1, "layer": 1},
+    "squeezed-attention": {"layer": 1},
     "kivi": {"page": 32, "residual": 0},
     "vidkv": {"page": 32, "protect": 0.5},
 }
@@ -159,29 +199,51 @@ def named(call: Callable[[], Any], name: str, returned: str) -> None:
 @pytest.mark.parametrize(
     ("name", "call", "wrong"),
     _table(
+        ("divprune", "fit", OBJECTS),
+        ("divprune", "taps", {**OBJECTS, "texts": lambda made: ("features",)}),
+        ("divprune", "marks", OBJECTS),
+        ("divprune", "remark", {what: wrong for what, wrong in OBJECTS.items() if what != "text"}),
         ("divprune", "reduce", REDUCTIONS),
+        ("fastv", "layers", OBJECTS),
         ("fastv", "reduce", {"None": REDUCTIONS["None"], "mask": REDUCTIONS["mask"]}),
-        ("fastv", "observe", FIGURES),
+        ("fastv", "observe", {**FIGURES, **NANS}),
         ("flexselect", "observe", FIGURES),
         ("sparsevlm-step", "prepare", FIGURES),
         ("lazyllm", "recall", {**WRONG, **FLOATS}),
         ("homer", "reduce", {"None": REDUCTIONS["None"]}),
-        ("homer", "observe", FIGURES),
+        ("homer", "observe", {**FIGURES, **NANS}),
+        ("homer", "joins", JOINS),
         ("snapkv", "score", {**WRONG, **MASK, **NAN}),
         ("adakv", "score", {**WRONG, **MASK, **NAN}),
         ("h2o", "observe", {**WRONG, **MASK}),
         ("h2o-decode", "score", {**WRONG, **NAN}),
         ("quest", "summarise", {"shape": lambda made: {k: x[:0] for k, x in made.items()}, "nothing": dict.fromkeys}),
+        ("quest", "summarise", {**OBJECTS, "device": FIGURES["device"]}),
+        ("quest", "wanted", COUNTS),
+        ("squeezed-attention", "level", {**WRONG, **MASK, **NAN}),
         ("quest", "rate", {**WRONG, **MASK, **NAN}),
         ("quest", "pick", PICKED),
         ("speckv", "score", {**WRONG, **NAN}),
-        ("specpc", "see", {**WRONG, **MASK}),
-        ("specpc", "finalize", {**WRONG, **MASK}),
+        ("specpc", "see", {**WRONG, **MASK, **NAN}),
+        ("specpc", "finalize", {**WRONG, **MASK, **NAN}),
+        ("specpc", "begin", {**OBJECTS, "too high": lambda made: 99, "negative": lambda made: -1}),
         ("tome", "match", {**WRONG, **FLOATS, "mask": lambda x: x > 0, **SLOTS}),
         ("tome", "weigh", {**WRONG, **MASK, **NAN}),
-        ("pixelprune", "predict", {**WRONG, **FLOATS, "mask": lambda x: x > 0}),
-        ("kivi", "pack", {"None": WRONG["None"]}),
+        ("tome", "fewest", {**OBJECTS, "zero": lambda made: 0, "too many": lambda made: 10_000}),
+        ("pixelprune", "predict", {**WRONG, **FLOATS, "mask": lambda x: x > 0, **SLOTS}),
+        (
+            "pixelprune",
+            "predict",
+            {"chain": lambda x: (torch.arange(x.shape[-1]) - 1).clamp(min=0).expand_as(x).contiguous()},
+        ),
+        ("kivi", "pack", OBJECTS),
+        ("kivi", "formats", OBJECTS),
         ("kivi", "key_planes", {"None": WRONG["None"], "list": list, "nothing": lambda made: ()}),
+        ("kivi", "key_planes", {"fewer pages": lambda made: (replace(made[0], codes=made[0].codes[:-1]),)}),
+        ("kivi", "value_planes", {"floats": lambda made: (replace(made[0], codes=made[0].codes.float()),)}),
+        ("kivi", "meta", COUNTS),
+        ("kivi", "packable", {**COUNTS, "part of a page": lambda x: (x - 1).clamp(min=0)}),
+        ("vidkv", "for_salient", {what: wrong for what, wrong in OBJECTS.items() if what != "None"}),
         ("vidkv", "salient", {**WRONG, **FLOATS}),
     ),
 )
@@ -190,8 +252,12 @@ def test_a_wrong_result_is_named(name: str, call: str, wrong: Any, monkeypatch: 
     method = recipe.stages[-1].method
     spoil(method, call, wrong, monkeypatch)
     options = {"draft": str(zoo.draft("llava_next"))} if name in ("speckv", "specpc") else OPTIONS.get(name, {})
-    with accelerated(tiny, recipe.override(**options), processor=zoo.processor("llava_next")):
-        named(lambda: generate(tiny, feed), method, call)
+
+    def run() -> None:
+        with accelerated(tiny, recipe.override(**options), processor=zoo.processor("llava_next")):
+            generate(tiny, feed)
+
+    named(run, method, call)
     # the next call is not harmed
     assert torch.isfinite(torch.stack(generate(tiny, feed).logits)).all()
 

@@ -70,10 +70,10 @@ class QuantisedLayer(CompressedLayer):
             return
         valid = self.eligible_slots(eligible)
         count = valid.sum(-1).cpu() if count is None else count.expand(valid.shape[:2])
-        count = group.codec.packable(count)
+        count = group.codec.due(count)
         if not bool(count.any()):
             return
-        due = valid & (valid.cumsum(-1) <= group.codec.packable(valid.sum(-1))[..., None])
+        due = valid & (valid.cumsum(-1) <= group.codec.due(valid.sum(-1))[..., None])
         old, groups = self.index, self._take_packed()
         rest, lengths = self.index.by_head, self.index.lengths - count
         keys, values = super().stored()

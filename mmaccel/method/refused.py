@@ -20,6 +20,8 @@ def described(result: Any) -> str:
     """A result in words."""
     if result is None:
         return "None"
+    if isinstance(result, type):
+        return f"the class {result.__name__}"
     if not hasattr(result, "dtype") or not hasattr(result, "shape"):
         return f"an object of type {type(result).__name__}"
     where = f" on {result.device}" if hasattr(result, "device") else ""

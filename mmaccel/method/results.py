@@ -47,6 +47,15 @@ def check_tensor(
     return result
 
 
+def check_rows(method: Method, call: str, result: Any, rows: int, like: Tensor) -> Tensor:
+    """Validate a tensor with so many rows, on the device of ``like``."""
+    if not isinstance(result, Tensor) or result.dim() < 1 or len(result) != rows:
+        refuse(method, call, described(result), f"a tensor of {rows} rows")
+    if result.device != like.device:
+        refuse(method, call, described(result), f"a tensor on {like.device}, where its inputs are")
+    return result
+
+
 def check_figures(
     method: Method | type[Method], call: str, result: Any, shape: Sequence[int | None], like: Tensor
 ) -> dict[str, Tensor]:
@@ -60,6 +69,22 @@ def figures_of(method: LayerMethod | PreviewMethod, attention: LayerAttention) -
     """Statistics ``[B, K]`` that ``method.observe`` returns for the attention of a layer, validated."""
     key = attention.key
     return check_figures(method, "observe()", method.observe(attention), (key.shape[0], key.shape[2]), key)
+
+
+def check_count(method: Method, call: str, result: Any, least: int, most: int) -> int:
+    """Validate a whole number from ``least`` to ``most``."""
+    if type(result) is not int or not least <= result <= most:
+        returned = str(result) if isinstance(result, (int, float)) else described(result)
+        refuse(method, call, returned, f"a whole number from {least} to {most}")
+    return result
+
+
+def check_within(method: Method, call: str, result: Tensor, least: int, most: Tensor) -> Tensor:
+    """Validate on the CPU that all values are at least ``least`` and none is above ``most``, of a shape that broadcasts."""
+    if on_host(result) and bool(((result < least) | (result > most)).any()):
+        allowed = f"values from {least} to at most {int(most.max())}"
+        refuse(method, call, f"values from {int(result.min())} to {int(result.max())}", allowed)
+    return result
 
 
 def check_numbers(method: Method, call: str, result: Tensor, where: Tensor | None = None) -> Tensor:

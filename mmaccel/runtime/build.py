@@ -35,8 +35,11 @@ from ..method import (
     ReactivatingMethod,
     ReadingPolicy,
     ReuseMethod,
+    Tap,
     TokenMethod,
 )
+from ..method.refused import described, refuse
+from ..method.results import check_type
 from ..recipe import Recipe, Stage
 from ..recipe.recipe import check_together
 from .cache.eviction import CachePolicy, EvictByDraft, EvictKeys
@@ -145,7 +148,10 @@ def _of(kind: type | tuple[type, ...], stages: tuple[PlannedStage[Any], ...]) ->
 def _fit(stage: Stage, method: Method, family: Family, notes: list[str]) -> Method:
     """The method with its defaults for this model; a default layer that is out of reach is moved."""
     variant: Literal["official", "exact"] = "official" if method.official else "exact"
-    fitted = method.fit(family).by(variant)
+    fitted = check_type(method, "fit()", method.fit(family), Method).by(variant)
+    taps: Any = fitted.taps()
+    if not isinstance(taps, (tuple, list)) or not all(isinstance(tap, Tap) for tap in taps):
+        refuse(fitted, "taps()", described(taps), "a tuple of Tap")
     if not isinstance(fitted, LayerMethod) or "layer" in stage.options:
         return fitted
     near = fitted.within(family).by(variant)
@@ -156,13 +162,17 @@ def _fit(stage: Stage, method: Method, family: Family, notes: list[str]) -> Meth
     return near
 
 
+def _layers(method: LayerMethod) -> range:
+    return check_type(method, "layers()", method.layers(), range)
+
+
 def _stage_at_layer(
     recipe: Recipe, stages: tuple[PlannedStage[LayerMethod], ...], family: Family, notes: list[str]
 ) -> dict[int, PlannedStage[LayerMethod]]:
     """The stage that works at each layer. Shares of the depth may fall together in a shallow model: of stages of one method the
     last counts, which keeps least."""
     by_layer: dict[int, PlannedStage[LayerMethod]] = {}
-    for stage, layer in ((one, layer) for one in stages for layer in one.method.layers()):
+    for stage, layer in ((one, layer) for one in stages for layer in _layers(one.method)):
         if by_layer and layer < max(by_layer):
             raise MmaccelError(
                 f"Recipe {recipe.name!r}: in this model of {family.depth} layers {stage.method.name!r} comes to work at layer "

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...errors import MmaccelError
 from ...method import Method
 from ...method.refused import described, refuse
+from ...method.results import check_slots, check_tensor, check_type, check_within, on_host
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,10 @@ class Codec(Method):
             raise MmaccelError(f"{self.name} packs nothing if it is visual_only and text_only; leave out one of them.")
         if self.page < 16 or self.page % 16:
             raise MmaccelError(f"{self.name} needs pages of a multiple of 16 tokens, not {self.page}.")
-        for format in self.formats(16):
+        formats: Any = self.formats(16)
+        if not isinstance(formats, tuple) or not formats or not all(isinstance(one, Format) for one in formats):
+            refuse(self, "formats()", described(formats), "a tuple of one Format or more")
+        for format in formats:
             if format.axis == "channel" and (format.group % self.tile or self.page % format.group):
                 raise MmaccelError(
                     f"{self.name}: groups of {format.group} tokens do not fit pages of {self.page}; a group must be a "
@@ -121,6 +125,14 @@ class Codec(Method):
         """Number of the oldest of ``lengths`` tokens that can be packed now: whole pages, beyond the residual."""
         return (lengths - self.residual).clamp(min=0) // self.page * self.page
 
+    def due(self, lengths: Tensor) -> Tensor:
+        """Result of :meth:`packable`, validated: whole pages of the ``lengths``."""
+        due = check_tensor(self, "packable()", self.packable(lengths), "integer", lengths.shape, lengths)
+        check_within(self, "packable()", due, 0, lengths)
+        if on_host(due) and bool((due % self.page).any()):
+            refuse(self, "packable()", "parts of pages", f"multiples of {self.page}, the tokens of a page")
+        return due
+
     def pack(
         self,
         keys: Tensor,
@@ -148,15 +160,18 @@ class Codec(Method):
         tile = self.tile_of(values.shape[1])
         new = None if new is None else new.to(keys.device, non_blocking=keys.device.type != "cpu")
         cut = Cut(start, count, head, lengths, tile, query_energy, new)
-        planes = self._checked("key_planes()", self.key_planes(keys.contiguous(), cut, before))
+        planes = self._checked("key_planes()", self.key_planes(keys.contiguous(), cut, before), keys, cut)
+        of_values = self._checked("value_planes()", self.value_planes(values.contiguous(), cut), values, cut)
+        meta = check_tensor(self, "meta()", self.meta(cut), "integer", (len(count),), count)
+        check_slots(self, "meta()", meta, min(len(plane.scale) for plane in (*planes, *of_values)))
         narrow = sum(plane.codes.shape[2] for plane in planes) < keys.shape[1]
         return Pages(
             keys=planes,
-            values=self._checked("value_planes()", self.value_planes(values.contiguous(), cut)),
+            values=of_values,
             page=self.page,
             tile=tile,
             count=count,
-            meta=self.meta(cut).int(),
+            meta=meta.int(),
             table=torch.arange(len(count), dtype=torch.int32, device=count.device),
             cu_pages=cu_pages,
             heads=lengths.shape[1],
@@ -164,9 +179,13 @@ class Codec(Method):
             tokens=len(keys),
         )
 
-    def _checked(self, call: str, planes: Any) -> tuple[Plane, ...]:
+    def _checked(self, call: str, planes: Any, x: Tensor, cut: Cut) -> tuple[Plane, ...]:
+        """The planes of ``x``, validated."""
         if not isinstance(planes, tuple) or not planes or not all(isinstance(plane, Plane) for plane in planes):
             refuse(self, call, described(planes), "a tuple of one Plane or more")
+        for plane in planes:
+            check_tensor(self, f"{call} (`codes`)", plane.codes, "integer", (len(cut.count), None, None), x)
+            check_type(self, f"{call} (`scale`)", plane.scale, Tensor)
         return planes
 
     def key_planes(self, keys: Tensor, cut: Cut, before: Pages | None) -> tuple[Plane, ...]:
@@ -209,6 +228,8 @@ def token_groups(codecs: Mapping[int, Codec]) -> tuple[TokenGroup, ...]:
     for stage, codec in codecs.items():
         of: Literal["all", "visual", "text"] = "visual" if codec.visual_only else "text" if codec.text_only else "all"
         number, better = len(out), codec.for_salient()
+        if better is not None:
+            check_type(codec, "for_salient()", better, Codec)  # type: ignore[type-abstract]
         out.append(TokenGroup(codec, of, codec, stage, number, number))
         if better is not None:
             out.append(TokenGroup(better, "salient", codec, stage, number + 1, number))

@@ -212,7 +212,7 @@ class PackKeys(Run):
 
     def _look_again(self, codec: Codec, count: Tensor) -> None:
         """Settle when to look at each row of the cache again, of which a layer had ``count [B, 1 or Hkv]`` tokens to pack."""
-        due = codec.packable(count)
+        due = codec.due(count)
         new = self.forward.layout.visual.any(1) if isinstance(self.forward, Prompt) else torch.zeros(len(count)).bool()
         packs, left = (due.any(1) & ~new).tolist(), (count - due).amax(1).tolist()
         page, at = min(group.codec.page for group in self.groups), list(self.times.at)

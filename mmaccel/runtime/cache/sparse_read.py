@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from mmaccel_kernels.chosen import ChosenKeys, chosen_attention
@@ -22,7 +24,7 @@ from ...kv.sparse import Candidates, Choices, LayerRead, SparseMemory, SparseRea
 from ...kv.static_view import StaticLayerView
 from ...method import KeyUnits, LayerAttention, Observed, Picked, Policy, ReadingPolicy, ReadStep
 from ...method.refused import described, refuse
-from ...method.results import check_slots, check_tensor, check_type
+from ...method.results import check_numbers, check_rows, check_slots, check_tensor, check_type, check_within, on_host
 
 #: entries of keys that are looked at together at the end of a prompt: layers of a short one at once, of a long one alone
 TOGETHER = 1 << 24
@@ -126,16 +128,39 @@ def _chosen(
         level,
         scaling,
     )
-    picked, carried = policy.pick(step)
+    returned: Any = policy.pick(step)
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        refuse(policy, "pick()", described(returned), "a tuple of a Picked and a dict of tensors")
+    picked, carried = returned
     # the base picks by ratings that it has checked
     if type(policy).pick is not ReadingPolicy.pick:
         check_type(policy, "pick()", picked, Picked)
         units = check_tensor(policy, "pick() (`units`)", picked.units, "int32", (query.shape[0], None, None), query)
         check_tensor(policy, "pick() (`counts`)", picked.counts, "int32", units.shape[:2], query)
-        # behind the picked units the number of all units is a filler
-        check_slots(policy, "pick() (`units`)", units, choices.gone.shape[2] // choices.each + 1)
+        _check_picked(policy, picked, choices.gone.shape[2] // choices.each)
+        for name, x in check_type(policy, "pick() (`carried`)", carried, dict).items():
+            check_rows(policy, f"pick() ({name!r})", x, len(units), query)
         total = None
     return choices.chosen(picked, total if query.device.type == "cpu" else None), carried
+
+
+def _check_picked(policy: ReadingPolicy, picked: Picked, count: int) -> None:
+    """Validate on the CPU the units that were picked of ``count``: ascending, each once. Behind them ``count`` is a filler."""
+    units, counts = picked
+    if not on_host(units):
+        return
+    check_within(policy, "pick() (`counts`)", counts, 0, torch.tensor(units.shape[2]))
+    check_slots(policy, "pick() (`units`)", units, count + 1)
+    used = torch.arange(units.shape[2]) < counts[..., None]
+    check_slots(policy, "pick() (`units`)", units.masked_fill(~used, 0), count)
+    if not bool(((units.diff(dim=-1) > 0) | ~used[..., 1:]).all()):
+        refuse(policy, "pick() (`units`)", "units out of order or more than once", "ascending units, each once")
+
+
+def _wanted(policy: ReadingPolicy, count: Tensor, there: Tensor) -> Tensor:
+    """Number of units that ``policy.wanted`` returns, validated."""
+    units = check_tensor(policy, "wanted()", policy.wanted(count, there), "integer", there.shape, there)
+    return check_within(policy, "wanted()", units, 0, there)
 
 
 def packed_read(layer: QuantisedLayer, chosen: ChosenKeys) -> Pages | None:
@@ -260,6 +285,7 @@ def prepare_reads(
         share = (memory.count.to(size.device) / size).clamp(max=1)
         level = policy.level(observed, share) if observed else torch.zeros_like(share)
         level, before = check_tensor(policy, "level()", level, "float", share.shape, share), memory.level
+        check_numbers(policy, "level()", level)
         if before is not None and text_rows is not None:
             level = torch.where(text_rows.to(level.device), before.to(level), level)
         memory.level = level
@@ -294,21 +320,21 @@ def _looked_at(
         table = layer.shared.places.grid_table
         assert table is not None
         visual, count = (x.to(layer.keys.device) for x in (table[..., 0] >= 0, memory.count))
+        wanted = functools.partial(_wanted, policy)
         candidates = Candidates.make(layer.index, visual, count, policy.sinks, policy.recent)
         if policy.summarises and (pages := layer.packed.only) is not None:
-            most = policy.wanted if policy.partial else None
+            most = wanted if policy.partial else None
             choices = Choices.of_pages(layer.index, candidates, policy.unit, pages, layer.width, most)
         else:
-            choices = Choices.make(layer.index, candidates, policy.unit, policy.wanted, policy.partial)
+            choices = Choices.make(layer.index, candidates, policy.unit, wanted, policy.partial)
     if choices.everything or not policy.summarises:
         return [LayerRead(choices, {}, {}) for _ in layers]
     units = [_at(choices.rated, stored) for stored in keys]
     # as if they were rows
     real = (choices.rated >= 0).repeat(number, 1, 1, 1)
     summary = policy.summarise(KeyUnits(torch.cat(units) if number > 1 else units[0], real, scaling))
-    for name, x in summary.items():
-        if len(check_type(policy, f"summarise() ({name!r})", x, Tensor)) != len(real):
-            refuse(policy, f"summarise() ({name!r})", described(x), f"a tensor of {len(real)} rows")
+    for name, x in check_type(policy, "summarise()", summary, dict).items():
+        check_rows(policy, f"summarise() ({name!r})", x, len(real), real)
     parts = {name: x.chunk(number) for name, x in summary.items()}
     return [LayerRead(choices, {name: x[n] for name, x in parts.items()}, {}) for n in range(number)]
 

@@ -14,7 +14,8 @@ from ...kv import chunked_prefill as cached
 from ...kv.cache import CacheState
 from ...kv.positions import NextPositions
 from ...method import ChunkMethod, LayerAttention, TokenBatch
-from ...method.results import check_figures
+from ...method.refused import described, refuse
+from ...method.results import check_figures, check_numbers
 from ..call.forward import Prompt, gathered, to_device_packed
 from ..call.plan import PlannedStage, record
 from ..call.runs import LayerAttended, Run, TextInputs
@@ -194,7 +195,7 @@ class ChunkedPrefill(Run):
         if all(span.chunks == 1 for span in spans):
             return chosen
         now = Chunks.cut([places[real] for places, real in zip(chosen, valid, strict=True)], spans)
-        joins = [method.joins((span.chunks - 1).bit_length(), family.depth) for span in spans]
+        joins = [_joins(method, (span.chunks - 1).bit_length(), family.depth) for span in spans]
         moved, behind, shorter = zip(*(row.settled(span) for row, span in zip(rows, spans, strict=True)), strict=True)
         moves = torch.zeros_like(axes)
         for b, real in enumerate(valid):
@@ -259,9 +260,10 @@ class ChunkedPrefill(Run):
         count = _shares(present, self._count[picture], picture, chunk, into)
         at = slot[units.row[:, None], units.places.clamp(min=0)].masked_fill(~units.valid, 0)
         fields, rows, at, (wanted, entered) = gathered(units, hidden, chunk, at, count, present)
+        looked = {name: x.to(hidden.device)[rows[:, None], at] for name, x in self._looked.items()}
         signals = {
-            name: x.to(hidden.device)[rows[:, None], at].masked_fill(~fields["valid"], torch.nan)
-            for name, x in self._looked.items()
+            name: check_numbers(method, "observe()", x, fields["valid"]).masked_fill(~fields["valid"], torch.nan)
+            for name, x in looked.items()
         }
         clips = (units.grid[:, 0] > 1).tolist()
         batch = TokenBatch(**fields, entered=entered, left=present[:, None], clips=clips, signals=signals)
@@ -296,3 +298,14 @@ def _shares(present: Tensor, budget: Tensor, picture: Tensor, chunk: Tensor, int
     other = torch.where(right, has[picture, chunk], has[picture, chunk + 2])
     half = torch.where(right, budget // 2, budget - budget // 2)
     return torch.maximum(half, budget - other).minimum(present)
+
+
+def _joins(method: ChunkMethod, levels: int, depth: int) -> list[int]:
+    """The layers at which chunks of a tree with so many levels join, validated."""
+    joins: Any = method.joins(levels, depth)
+    first = int(method.layer) + 1
+    numbers = isinstance(joins, list) and all(type(layer) is int and first <= layer < depth for layer in joins)
+    if not numbers or len(joins) != levels or joins != sorted(set(joins)):
+        returned = str(joins) if isinstance(joins, list) else described(joins)
+        refuse(method, "joins()", returned, f"a list of {levels} rising layers from {first} to {depth - 1}")
+    return list(joins)

@@ -16,7 +16,7 @@ from ...errors import MmaccelError, UnsupportedError, first_line
 from ...families import Family
 from ...families.draft import check_free
 from ...method import Drafted, DraftMethod, LayerAttention
-from ...method.results import check_tensor
+from ...method.results import check_count, check_numbers, check_tensor
 from ..call.attention import TEXT
 from ..call.attention_patch import AttentionPatch
 from ..call.call import Call
@@ -65,7 +65,10 @@ class Watched:
         attention = LayerAttention(query, key, visible, scaling, torch.zeros_like(valid))
         with without_autocast(query.device):
             seen = self.method.see(attention, prompt)
-        seen = check_tensor(self.method, "see()", seen, "float", self.valid.shape, query).to(self.steps[-1].device)
+        check_numbers(
+            self.method, "see()", check_tensor(self.method, "see()", seen, "float", valid.shape, query), valid
+        )
+        seen = seen.to(self.steps[-1].device)
         join = torch.maximum if self.method.joined == "max" else torch.add
         self.steps[-1] = join(self.steps[-1], seen)
 
@@ -75,7 +78,8 @@ def read(call: Call[Any], method: DraftMethod, draft: Family, batch: int, length
     ``B = batch`` may be a multiple of the prompts, of which each is then followed several times. Refuses a draft that makes
     another number of tokens of the pictures, or is accelerated or trained by now."""
     inputs, order = _inputs(call, draft, length)
-    watched = Watched(method, inputs["attention_mask"].bool(), method.begin(draft.depth))
+    first = check_count(method, "begin()", method.begin(draft.depth), 0, draft.depth - 1)
+    watched = Watched(method, inputs["attention_mask"].bool(), first)
     with _one:
         patch = AttentionPatch(draft.text, TEXT)
         hook = draft.model.register_forward_pre_hook(lambda *_: watched.begin())
@@ -92,6 +96,7 @@ def read(call: Call[Any], method: DraftMethod, draft: Family, batch: int, length
         steps = torch.stack(watched.steps, 1)
         seen = method.finalize(steps, pad(unended, (1, 0), value=True))
     check_tensor(method, "finalize()", seen, "float", (len(steps), steps.shape[2]), steps)
+    check_numbers(method, "finalize()", seen, watched.valid.to(seen.device))
     seen = torch.zeros_like(seen).scatter(1, order, seen)
     return seen.repeat_interleave(batch // len(seen), 0)
 

@@ -16,7 +16,7 @@ from ...core.precision import without_autocast
 from ...core.reduction import Reduction, Residual
 from ...errors import MmaccelError
 from ...method import LayerMethod, TokenBatch, TokenMethod
-from ...method.results import check_figures, check_reduction
+from ...method.results import check_figures, check_numbers, check_reduction, check_type
 from ..call.call import VisionState
 from ..call.forward import Prompt, gathered, rows_at, to_device_packed
 from ..call.plan import PlannedStage, record
@@ -111,7 +111,8 @@ class TokenReducer:
             taps = self.vision.taps
             signals = taps.signals(method.taps(), self.vision.outputs, units) if method.taps() else {}
         for name, figures in looked.items():
-            signals[name] = figures.to(device)[rows[:, None], at].masked_fill(~valid, torch.nan)
+            figures = check_numbers(method, "observe()", figures.to(device)[rows[:, None], at], valid)
+            signals[name] = figures.masked_fill(~valid, torch.nan)
         if known := [name for name in method.reads if name in self._marks]:
             (placed,) = to_device_packed(device, places)
             for name in known:
@@ -134,7 +135,7 @@ class TokenReducer:
             until=_until(prompt, whole, units).to(device) if method.needs_spans else None,  # type: ignore[arg-type]
             signals={name: x.to(device) for name, x in signals.items()},
         )
-        if remark := method.remark(tokens):
+        if remark := check_type(method, "remark()", method.remark(tokens), str):
             prompt.stats.notes.append(remark)
         return tokens, wanted
 

@@ -25,6 +25,7 @@ from ...core.budget import Retain, apportion, resolve
 from ...core.precision import without_autocast
 from ...method import EncoderMethod
 from ...method.refused import described, refuse
+from ...method.results import check_count
 from ..call.call import Call, encoding
 from ..call.compact_tokens import Subsequence
 from ..call.plan import Plan, PlannedStage, record
@@ -148,7 +149,8 @@ class EncoderMerging:
         if not self.language:
             return budget
         # a count is one of the whole picture, of which this may be a part
-        least = (self.method.fewest(size, len(self.layers)) for size in sizes)
+        method, layers = self.method, len(self.layers)
+        least = (check_count(method, "fewest()", method.fewest(size, layers), 1, max(1, size)) for size in sizes)
         return list(map(max, budget, least))
 
     def _merged(self) -> Merged | None:

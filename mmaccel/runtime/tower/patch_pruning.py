@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from ...core.layout import Modality
 from ...core.precision import without_autocast
 from ...core.reduction import Reduction
-from ...errors import MmaccelError, UnsupportedError
+from ...errors import UnsupportedError
 from ...method import PatchMethod
+from ...method.refused import refuse
 from ...method.results import check_tensor
 from ..call.call import encoding
 from ..call.compact_tokens import CompactTokens, Subsequence
@@ -123,11 +124,12 @@ class PatchPruning:
         for values, places in groups:
             shape = values.shape[0], values.shape[1] * values.shape[2]
             sources = check_tensor(method, "predict()", method.predict(values), "integer", shape, values)
-            inside = sources.clamp(0, shape[1] - 1)
-            if not bool(((inside == sources) & (inside.gather(1, inside) == sources)).all()):
-                raise MmaccelError(
-                    f"Method {method.name!r} must give [{shape[0]}, {shape[1]}] slots, each of which is its own or one that is."
-                )
+            if not bool(((sources >= 0) & (sources < shape[1])).all()):
+                least, most = int(sources.min()), int(sources.max())
+                refuse(method, "predict()", f"slots from {least} to {most}", f"slots from 0 to {shape[1] - 1}")
+            if not bool((sources.gather(1, sources.long()) == sources).all()):
+                wanted = "slots of patches that are encoded, each of which has its own slot"
+                refuse(method, "predict()", "slots of patches that are predicted themselves", wanted)
             kept -= places.shape[2] * int((sources != torch.arange(shape[1], device=sources.device)).sum())
             target[places] = places.gather(1, sources[..., None].expand_as(places))
         if kept == len(target):
