@@ -245,15 +245,16 @@ def pages_read(name: str) -> str:
     """Right answers of a real language model about pages of text, ours and those of kvpress, and a warning about losses."""
     found = record("pages-cpu")
     kinds = list(found["rows"]["none"]["kinds"])
-    rows = [["recipe", "kept", "right answers", "of", *kinds]]
+    columns = [["", "right answers", *kinds]]
     for title, row in found["rows"].items():
         known, _, share = title.partition(":")
         if known.removeprefix("kvpress ") == name:
             pairs = [row["kinds"][kind] for kind in kinds]
             right, asked = (sum(pair[which] for pair in pairs) for which in ("right", "asked"))
-            cells = [f"{pair['right']}/{pair['asked']}" for pair in pairs]
-            rows.append([known, budget(float(share) if share else None), f"{right / asked:.1%}", str(asked), *cells])
-    if len(rows) == 1:
+            cells = [f"{pair['right']} of {pair['asked']}" for pair in pairs]
+            head = f"{known} {budget(float(share))}" if share else known
+            columns.append([head, f"{right / asked:.1%} of {asked}", *cells])
+    if len(columns) == 1:
         return (
             "Not measured on [pages](../results/pages.md), which ask for recipes of the cache and the language model."
         )
@@ -263,7 +264,7 @@ def pages_read(name: str) -> str:
         f"Questions about [pages](../results/pages.md) of 576 tokens, SmolLM2-135M-Instruct; the full model answers "
         f"{sum(pair['right'] for pair in bare)} of {sum(pair['asked'] for pair in bare)} right."
     )
-    return "\n\n".join([*warnings, table(rows), about])
+    return "\n\n".join([*warnings, table(list(zip(*columns, strict=True))), about])
 
 
 def budget(retain: float | None) -> str:
