@@ -7,10 +7,10 @@ and each batch is asked of all recipes in the order of their list; results are w
 goes on where it was. Intervals are exact (Clopper and Pearson) at 95 %; a recipe with a budget is compared with ``divprune`` at
 the same budget question by question, since both were asked the same ones (exact sign test).
 
-Some methods are given what no model has by itself. The draft of ``speckv``, ``specprefill`` and ``specpc`` is the model, loaded
-once more, which costs as much: none of the shipped ones is smaller and has as many tokens a picture. ``clip-crop`` is prepared
-for every question, with ``mini-clip``; it saves nothing where all pictures are scaled to one size, and is asked of
-``mini-qwen-vl`` alone.
+Some methods are given what no model has by itself. The draft of ``speckv``, ``specprefill``, ``specpc`` and ``specvlm`` is the
+model, loaded once more, which costs as much: none of the shipped ones is smaller and has as many tokens a picture.
+``clip-crop`` is prepared for every question, with ``mini-clip``; it saves nothing where all pictures are scaled to one size,
+and is asked of ``mini-qwen-vl`` alone.
 
 ``--show`` runs no model: table and picture anew from the JSON.
 
@@ -109,7 +109,7 @@ _ON_CLIPS = (
 )
 #: those of one paper, without and with tokens that come back
 _INSIDE = ("lazyllm-prefill", "lazyllm")
-_DRAFTED = ("speckv", "specprefill", "specpc")
+_DRAFTED = ("speckv", "specprefill", "specpc", "specvlm")
 _CROPPING = ("clip-crop",)
 _ON_PICTURES = (
     "tome",

@@ -130,6 +130,7 @@ from .pruning.random import Random as Random
 from .pruning.representation_shift import RepresentationShift as RepresentationShift
 from .pruning.specpc import SpecPC as SpecPC
 from .pruning.specprefill import SpecPrefill as SpecPrefill
+from .pruning.specvlm import SpecVLM as SpecVLM
 from .pruning.tokencorr import TokenCorr as TokenCorr
 from .pruning.uniform import Uniform as Uniform
 from .pruning.visiontrim import VisionTrim as VisionTrim

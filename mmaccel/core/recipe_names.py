@@ -108,6 +108,7 @@ RecipeName: TypeAlias = Literal[
     "speckv",
     "specpc",
     "specprefill",
+    "specvlm",
     "squeezed-attention",
     "stc-cacher",
     "stc-pruner",

@@ -54,7 +54,9 @@ class CountedSuffixes(SuffixAutomaton):
         state, length = self._within(*self._suffix)
         before = state
         while before:
-            self._rank(before, token)
+            ranked = self.ranked[before]
+            if not ranked or ranked[0] != token:
+                self._rank(before, token)
             before = self.link[before]
         self._suffix = state, _ = self._within(self.next[state][token], min(length + 1, self.depth))
         while state:
@@ -103,13 +105,14 @@ class CountedSuffixes(SuffixAutomaton):
         return tokens, chances
 
     def _rank(self, state: int, token: int) -> None:
-        """Move ``token``, whose count after ``state`` is about to rise by one, where the authors' program would have it: in
-        front of those that it equals then, if it was the first of those that it equals now, else behind them."""
+        """Move ``token``, which is not the first after ``state`` and whose count there is about to rise by one, where the
+        authors' program would have it: in front of those that it equals then, if it was the first of those that it equals
+        now, else behind them."""
         ranked, count, following = self.ranked[state], self.count, self.next[state]
         now = count[following[token]]
         if not now:
             ranked.append(token)
-        elif ranked[0] != token:
+        else:
             place = ranked.index(token)
             before = count[following[ranked[place - 1]]]
             if before <= now + 1:

@@ -63,6 +63,20 @@ def specpc(params: Params, arrays: Arrays) -> None:
     same_set(ours, arrays["kept"][0])
 
 
+def specvlm(params: Params, arrays: Arrays) -> None:
+    """The vector's attention is that of the rows behind the video; theirs is a mean over layers."""
+    paid, video = arrays["in_attention"], arrays["in_video_mask"].bool()
+    by_attention = params["percentage"] is not None
+    part = params["percentage"] if by_attention else params["threshold"]
+    method = make("specvlm", window=paid.shape[2], part=part, of="attention" if by_attention else "tokens")
+    seen = [method.see(attention(layer.clamp(min=1e-38).log()), len(video)) for layer in paid]
+    score = method.finalize(torch.stack(seen).sum(0)[:, None], torch.ones(1, 1, dtype=torch.bool))[0, video]
+    close(score / len(paid), arrays["out_score"])
+    count = method.official_count(1 - params["drop_rate"], len(score))
+    made = method.reduce(one_unit(score[:, None], draft_match=score), torch.tensor([count]))
+    same_set(kept_of(made), arrays["out_kept"])
+
+
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     (
         "Jingyu6/speculative_prefill",
@@ -73,4 +87,5 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
         "furiosa-ai/draft-based-approx-llm",
         "draft_approx_llm/specpc/specpc_utils.py:AttentionCache; specpc.py:specpc_select_input_token_indices",
     ): specpc,
+    ("zju-jiyicheng/SpecVLM", "convert_attention_to_score, drop_visual_tokens_specvlm"): specvlm,
 }

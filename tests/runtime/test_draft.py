@@ -12,7 +12,17 @@ import zoo
 from tail import in_turn
 from transformers import AutoModelForImageTextToText, LogitsProcessor
 
-from mmaccel import MmaccelError, SpecKV, SpecPC, SpecPrefill, UnsupportedError, accelerate_vlm, accelerated, get_recipe
+from mmaccel import (
+    MmaccelError,
+    SpecKV,
+    SpecPC,
+    SpecPrefill,
+    SpecVLM,
+    UnsupportedError,
+    accelerate_vlm,
+    accelerated,
+    get_recipe,
+)
 from mmaccel.method import model_options as loaded_parts
 from mmaccel.runtime.prompt import draft as drafts
 from mmaccel.runtime.prompt import lookahead
@@ -62,6 +72,12 @@ def test_a_window_of_rows_from_a_layer_on(monkeypatch):
     feed = zoo.inputs(FAMILY, "image")
     got = seen(SpecPC(window=1, kernel=1, layer=1, weighted=False, join="sum"), feed, monkeypatch)[0]
     torch.testing.assert_close(got, attentions(feed, 1)[1:].sum((0, 1, 2)), rtol=1e-4, atol=1e-6)
+
+
+def test_a_mean_of_rows_and_heads_summed_over_layers(monkeypatch):
+    feed = zoo.inputs(FAMILY, "image")
+    got = seen(SpecVLM(window=1), feed, monkeypatch)[0]
+    torch.testing.assert_close(got, attentions(feed, 1)[:, :, 0].mean(1).sum(0), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("side", ("left", "right"))
