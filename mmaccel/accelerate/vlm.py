@@ -37,6 +37,7 @@ from ..runtime.tower.encoder_merging import EncoderMerging, hook_features
 from ..runtime.tower.frame_reuse import FrameReuse
 from ..runtime.tower.patch_pruning import PatchPruning
 from ..runtime.tower.taps import Taps
+from .drafting import Drafts
 from .handle import Handle, check_model, exchange, restored
 from .positions import has_axes, too_long
 from .tuned import warn_of_another
@@ -61,14 +62,29 @@ class Accelerator(Handle):
     what = "model"
     plan: ModelPlan
 
-    def __init__(self, model: Any, recipe: Recipe, processor: Any = None, kernels: Kernels = "auto") -> None:
+    def __init__(
+        self,
+        model: Any,
+        recipe: Recipe,
+        processor: Any = None,
+        kernels: Kernels = "auto",
+        drafts: Drafts | None = None,
+    ) -> None:
         check_transformers()
         super().__init__(model)
         self.processor = processor
+        self.drafts = drafts or Drafts(False, None, False)
         self.plan = plan_model(recipe, family_of(model, processor), processor, kernels)
         self.plan.check_generation(model.generation_config)
         self._last: Call[ModelPlan] | None = None
+        drafting_model = self.drafts.load(self.family)
         self._install()
+        if drafting_model is not None:
+            try:
+                self._restore.append(Accelerator(drafting_model, recipe, processor, kernels).remove)
+            except BaseException:
+                self.remove()
+                raise
 
     # --- for the user -----------------------------------------------------------------------------------------
     @property
@@ -117,7 +133,7 @@ class Accelerator(Handle):
 
     def again(self) -> Accelerator:
         """Accelerate the model again in the same way, after :meth:`remove`."""
-        return Accelerator(self._model, self.recipe, self.processor, self.kernels)
+        return Accelerator(self._model, self.recipe, self.processor, self.kernels, self.drafts)
 
     # --- putting it on ----------------------------------------------------------------------------------------
     def _attach(self) -> None:
@@ -138,12 +154,14 @@ class Accelerator(Handle):
             self._hook(module.register_forward_hook(self._close, with_kwargs=True, always_call=True))
         self._wrap(model, "generate", self._generate)
         self._wrap(model, "set_attn_implementation", self._set_attention)
+        if self.drafts:
+            self._wrap(model, "_get_stopping_criteria", functools.partial(_with_tokenizer, plan))
         if plan.active:
             self._wrap(model, "_valid_auto_compile_criteria", functools.partial(captured.may_capture, plan))
             self._wrap(model, "get_compiled_call", functools.partial(captured.captured_forward, plan))
         for modality in family.modalities:
             if hasattr(inner, f"get_{modality}_features"):
-                self._wrap(inner, f"get_{modality}_features", functools.partial(self._encode, modality))
+                self._wrap(inner, f"get_{modality}_features", functools.partial(_encode, plan, modality))
         if plan.active:
             for target, name, wrapper in family.wrappers():
                 self._wrap(target, name, functools.partial(_in_call, wrapper, plan))
@@ -176,10 +194,12 @@ class Accelerator(Handle):
             config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
             configs = _Given(kwargs), config, self._model.generation_config
             self._drop_stale(None)
-            call = self._call(mmaccel, cache_in(kwargs))
+            # a loop of the caller's own, and that of a model that drafts, take no drafts
+            drafted = bool(self.drafts) and mmaccel is not False and kwargs.get("custom_generate") is None
+            call = self._call(False if drafted and self.drafts.lossless else mmaccel, cache_in(kwargs))
             call.plan.check_generation(*configs)
             call.expected.new = first_set("max_new_tokens", *configs)
-            call.inputs.drafted = any(
+            call.inputs.drafted = drafted or any(
                 first_set(name, *configs) for name in ("prompt_lookup_num_tokens", "assistant_model")
             )
             given = {"input_ids": args[0] if args else kwargs.get("inputs"), **kwargs}
@@ -189,10 +209,17 @@ class Accelerator(Handle):
                 # what generate makes of them may be encoded already
                 call.inputs.given = given
             _warn_too_long(self._model, call, given)
+            if drafted:
+                self.drafts.check(given, call)
+                given = {**inspect.signature(original).bind_partial(*args, **kwargs).arguments, **given}
+                decoder = self.drafts.decoder(self._model, self.family, given, mmaccel, call.expected.new)
+                kwargs["custom_generate"] = decoder
             push(call)
             try:
                 output = original(*args, **kwargs)
                 call.trim()
+                if drafted:
+                    decoder.drafting.report(call.stats)
                 return output
             finally:
                 pop(call)
@@ -267,33 +294,36 @@ class Accelerator(Handle):
             return args, {**kwargs, "attention_mask": self.family.mask_argument(None)}
         return None
 
-    def _encode(self, modality: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
 
-        @functools.wraps(original)
-        def features(*args: Any, **kwargs: Any) -> Any:
-            call = current(self.plan)
-            if call is None or call.vision.running is not None:
+def _encode(plan: ModelPlan, modality: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the encoding of pictures or clips: methods that look at the tower see what it gives in this call."""
+    family = plan.family
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def features(*args: Any, **kwargs: Any) -> Any:
+        call = current(plan)
+        if call is None or call.vision.running is not None:
+            return original(*args, **kwargs)
+        device = next(family.inner.parameters()).device
+        if not call.plan.stages:
+            # no tap and no method looks at the tower
+            with call.stats.clock.measure("encoder", device):
                 return original(*args, **kwargs)
-            device = next(self.family.inner.parameters()).device
-            if not call.plan.stages:
-                # no tap and no method looks at the tower
-                with call.stats.clock.measure("encoder", device):
-                    return original(*args, **kwargs)
-            given = dict(signature.bind(*args, **kwargs).arguments)
-            # transformers 5.17 does not name all that it hands on
-            call.vision.running = encoded = VisionOutput(given | given.pop("kwargs", {}), modality=modality)
-            try:
-                with call.stats.clock.measure("encoder", device):
-                    output = original(*args, **kwargs)
-            finally:
-                call.vision.running = None
-            encoded.tokens = sum(part.numel() // part.shape[-1] for part in self.family.features(output))
-            of_clips = call.inputs.clips is not None and encoded.arguments.get("pixel_values") is call.inputs.clips
-            call.vision.outputs["video" if of_clips else modality] = encoded
-            return output
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        # transformers 5.17 does not name all that it hands on
+        call.vision.running = encoded = VisionOutput(given | given.pop("kwargs", {}), modality=modality)
+        try:
+            with call.stats.clock.measure("encoder", device):
+                output = original(*args, **kwargs)
+        finally:
+            call.vision.running = None
+        encoded.tokens = sum(part.numel() // part.shape[-1] for part in family.features(output))
+        of_clips = call.inputs.clips is not None and encoded.arguments.get("pixel_values") is call.inputs.clips
+        call.vision.outputs["video" if of_clips else modality] = encoded
+        return output
 
-        return features
+    return features
 
 
 def _warn_too_long(model: Any, call: Call[ModelPlan], given: Mapping[str, Any]) -> None:
@@ -319,6 +349,19 @@ class _Given:
 
     def __getattr__(self, name: str) -> Any:
         return self._kwargs.get(name)
+
+
+def _with_tokenizer(plan: ModelPlan, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the making of stopping criteria: ``generate`` with a loop that is not its own drops the tokenizer, which stop
+    strings need."""
+
+    @functools.wraps(original)
+    def criteria(*args: Any, tokenizer: Any = None, **kwargs: Any) -> Any:
+        call = current(plan)
+        tokenizer = call.inputs.tokenizer if tokenizer is None and call is not None else tokenizer
+        return original(*args, tokenizer=tokenizer, **kwargs)
+
+    return criteria
 
 
 #: transformers' continuous batching takes no pixels
@@ -374,6 +417,9 @@ def accelerate_vlm(
     text_retain: float | None = None,
     proportional: Proportional | None = None,
     kernels: Kernels = "auto",
+    lossless: bool = False,
+    draft: Any = None,
+    lookup: bool | str = False,
     **options: Any,
 ) -> M:
     """Make a vision or video LLM skip visual tokens, in place.
@@ -397,6 +443,14 @@ def accelerate_vlm(
         clips too, weigh as many as they represent; see :class:`Recipe`. By default ``"none"`` do.
     kernels : ``"auto"`` runs Triton kernels on GPUs on which they build; ``"off"`` runs their plain definitions for this model,
         whatever the device.
+    lossless : the answer is that of the bare model, token for token (in float32; in half precision up to ties that rounding
+        decides; when sampling, in distribution). The recipe then shapes only what drafts: the model reads the whole prompt and
+        verifies every token. Without a ``draft`` and ``lookup`` the model drafts for itself, where this can pay.
+    draft : a smaller model of the same family, loaded, or its folder or hub id, that drafts tokens which the model verifies; it
+        gets the recipe, too. Without ``lossless`` the model verifies for the answer that it gives with the recipe. ``"self"``
+        makes the model draft for itself.
+    lookup : draft by copying what followed the newest tokens in the prompt or in earlier answers; a name from
+        :data:`mmaccel.decoding.DRAFTERS` says how, True is ``"suffixdecoding"``.
     **options : options of the recipe's methods, each of which must belong to one method only.
 
     Returns
@@ -444,7 +498,8 @@ def accelerate_vlm(
     )
     target = _model(model)
     warn_of_another(target, chosen)
-    exchange(Accelerator.on(target), lambda: Accelerator(target, chosen, processor, kernels))
+    drafts = Drafts(lossless, draft, lookup)
+    exchange(Accelerator.on(target), lambda: Accelerator(target, chosen, processor, kernels, drafts))
     if (caution := target.mmaccel.plan.caution) is not None:
         warnings.warn(f"{caution}.", stacklevel=2)
     return model
@@ -461,6 +516,9 @@ def accelerated(
     text_retain: float | None = None,
     proportional: Proportional | None = None,
     kernels: Kernels = "auto",
+    lossless: bool = False,
+    draft: Any = None,
+    lookup: bool | str = False,
     **options: Any,
 ) -> AbstractContextManager[M]:
     """:func:`accelerate_vlm` for the length of a ``with`` block; afterwards the model is what it was before, bare or
@@ -475,6 +533,7 @@ def accelerated(
     """
     given: dict[str, Any] = {"retain": retain, "positions": positions, "variant": variant, "text_retain": text_retain}
     given |= {"proportional": proportional, "processor": processor, "kernels": kernels, **options}
+    given |= {"lossless": lossless, "draft": draft, "lookup": lookup}
     return restored(lambda: accelerate_vlm(model, recipe, **given), lambda: Accelerator.on(_model(model)))
 
 

@@ -79,6 +79,10 @@ class CallStats(Figures):
     """Why the others were not."""
     tokens_returned: int
     """Visual tokens that came back while it decoded, once for every layer at which they had been dropped."""
+    drafting: dict[str, Any]
+    """Of a call with drafts: ``tokens`` of the answers, ``verifications`` (forwards behind the prompt), tokens ``drafted`` and
+    ``accepted``, ``verify_seconds``, and of every source in ``sources`` its drafted and accepted tokens and its seconds. Empty
+    without drafts."""
     seconds: dict[str, float]
     """Seconds by part of the call; asking for them waits for the device."""
 
@@ -89,6 +93,8 @@ class CallStats(Figures):
             yield f"{self.prompt_tokens:,} tokens, none of them visual"
         if self.kv_bytes:
             yield f"KV {_bytes(self.kv_bytes_bare, self.kv_bytes)}"
+        if self.drafting:
+            yield "{accepted:,} of {drafted:,} drafted tokens accepted".format(**self.drafting)
         took = {name: self.seconds.get(name, 0.0) for name in ("selection", "packing")}
         yield from (f"{name} {_time(value)}" for name, value in took.items() if value >= LEAST)
 

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -95,6 +96,7 @@ class Stats:
     captured_steps: int = 0
     tokens_returned: int = 0
     uncaptured: str = "steps are captured on CUDA, elsewhere with compile_config, and never those of beams or drafts"
+    drafting: dict[str, Any] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
 
     def as_dict(self) -> CallStats:

@@ -213,7 +213,7 @@ def train_all(
     batch: int = 4,
     together: int = 1,
     questions: int = 12,
-    scenes: float = 0.6,
+    scenes: float = 0.5,
     pairs: float = 0.04,
 ) -> None:
     """Tower, connector and low-rank changes together: questions packed behind pictures, and a plain text in every step.

@@ -39,7 +39,8 @@ class CallInputs:
     extra : arguments of the model, beside those of the towers, that its family needs for the layout.
     clips : the pixels of clips, for families whose towers have one function for pictures and clips.
     labels : a copy of the caller's labels; those predicted from dropped tokens are set to -100.
-    drafted : whether ``generate`` verifies candidates of an assistant or of prompt lookup.
+    drafted : whether ``generate`` verifies candidates of an assistant or of prompt lookup, or drafts of mmaccel's.
+    tokenizer : of the caller, for stop strings.
     """
 
     opened_by: nn.Module | None = None
@@ -51,6 +52,7 @@ class CallInputs:
     clips: Tensor | None = None
     labels: Tensor | None = None
     drafted: bool = False
+    tokenizer: Any = None
 
 
 @dataclass

@@ -1,0 +1,127 @@
+"""Drafts for ``generate`` of an accelerated model: which sources a call has, and which calls can have none."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ..core.transformers_api import cache_names
+from ..decoding.drafters import DEFAULT, get_drafter
+from ..errors import MmaccelError, UnsupportedError
+from ..families import Family
+from ..families.draft import load_draft
+from ..kv.cache import cache_bytes
+from ..method.model_options import Loaded
+from ..runtime.call.call import Call
+from ..runtime.call.plan import ModelPlan
+from ..runtime.decoding.drafting import Copying, Drafting, Source
+from ..runtime.decoding.length import Costs, best_length
+from ..runtime.decoding.loop import Decoder
+from ..runtime.decoding.model_draft import ModelDraft
+from ..runtime.decoding.reader import Reader
+
+#: the value of ``draft`` that makes the model draft for itself, whatever it costs
+SELF = "self"
+#: answers of at most so many tokens end before a model that drafts has paid for its prompt
+SHORT = 16
+#: the model drafts for itself if this pays at an acceptance that is as good as is known, with a cache of no size
+HOPE = 0.9
+
+
+class Drafts:
+    """Drafts for an accelerated model, from the arguments of :func:`mmaccel.accelerate_vlm`.
+
+    Parameters
+    ----------
+    lossless : whether the model verifies for the bare model's answer; else for that of the model with its recipe.
+    draft : None, ``"self"``, a smaller model of the same family, or its folder or hub id.
+    lookup : whether tokens are copied from prompt and earlier answers, or the name of the drafter that does it.
+    """
+
+    def __init__(self, lossless: bool, draft: Any, lookup: bool | str) -> None:
+        self.lossless, self.draft = lossless, Loaded.of(draft)
+        if draft == SELF and not lossless:
+            raise MmaccelError(
+                "draft='self' needs lossless=True: without it the model that drafts and the one that verifies are the same; "
+                "give lossless=True, or draft= a smaller model."
+            )
+        #: the model that drafts, with the handle that reduces its prompts; None before :meth:`load`
+        self.family: Family | None = None
+        #: the drafter that copies, and the answers that it has seen; None without one
+        self.copying = get_drafter(DEFAULT if lookup is True else lookup) if lookup else None
+        self.answers = self.copying.store() if self.copying is not None else None
+
+    def __bool__(self) -> bool:
+        return self.lossless or self.draft is not None or self.copying is not None
+
+    def load(self, family: Family) -> Any:
+        """Load the smaller model that drafts for one of ``family``: the model, or None where none is wanted."""
+        if self.draft is None or self.draft == SELF:
+            return None
+        self.family = load_draft("draft=", self.draft, family)
+        return self.family.model
+
+    def check(self, given: Mapping[str, Any], call: Call[ModelPlan]) -> None:
+        """Prepare a call of ``generate`` with the arguments ``given``. Raises UnsupportedError if it has drafts of its own."""
+        if given.get("assistant_model") is not None:
+            raise UnsupportedError(
+                "This model has drafts of mmaccel's, and assistant_model= is another; leave it out, or call "
+                "model.mmaccel.remove() first."
+            )
+        call.inputs.tokenizer = given.get("tokenizer")
+        if self.lossless and call.plan.origin is not None:
+            call.stats.notes = [f"lossless: recipe {call.plan.origin.recipe.name!r} shapes drafts only"]
+
+    def decoder(self, model: Any, family: Family, given: Mapping[str, Any], asked: Any, most: int | None) -> Decoder:
+        """The loop of one call of ``generate`` with the arguments ``given`` and ``mmaccel=asked``, for ``most`` new tokens."""
+        prompt = {name: value for name, value in given.items() if name not in _of_generate()}
+        forbidden = frozenset(token for one in family.modalities if (token := family.token_id(one)) is not None)
+
+        def make(reader: Reader) -> Sequence[Source]:
+            sources: list[Source] = []
+            if self.copying is not None:
+                earlier = {} if self.answers is None else {"earlier": self.answers}
+                sources.append(Copying(self.copying.name, partial(self.copying, **earlier), forbidden))
+            if most is not None and most <= SHORT:
+                if self._model_drafts:
+                    decoder.drafting.notes.append(f"no model drafts: the answer has at most {most} tokens")
+            elif self.family is not None:
+                sources.append(ModelDraft("model", self.family.model, prompt, {"mmaccel": asked}))
+            elif self.draft == SELF or (self._model_drafts and self._pays(family, reader, decoder.drafting)):
+                sources.append(ModelDraft(SELF, model, prompt, {"mmaccel": asked}))
+            return sources
+
+        decoder = Decoder(Drafting(make, forbidden), streamer=given.get("streamer"), remember=self._remember)
+        return decoder
+
+    @property
+    def _model_drafts(self) -> bool:
+        """Whether a model is wanted to draft."""
+        return self.draft is not None or (self.lossless and self.copying is None)
+
+    def _pays(self, family: Family, reader: Reader, drafting: Drafting) -> bool:
+        """Whether the model may draft for itself and gain: every draft step reads all weights, and saves keys alone."""
+        weights = sum(weight.numel() * weight.element_size() for weight in family.text.parameters())
+        price = weights / (weights + cache_bytes(reader.cache))
+        if best_length(HOPE, price, Costs(), 8)[1] > 1:
+            return True
+        drafting.notes.append(
+            f"the model does not draft for itself: it would read its weights at every draft step, {price:.0%} of what a step "
+            "reads; give draft= a smaller model, or lookup=True"
+        )
+        return False
+
+    def _remember(self, answers: Sequence[Sequence[int]]) -> None:
+        if self.answers is not None:
+            for answer in answers:
+                self.answers.remember(answer)
+
+
+def _of_generate() -> frozenset[str]:
+    """Names of arguments of ``generate`` that do not describe a prompt."""
+    from transformers import GenerationConfig, GenerationMixin
+
+    own = inspect.signature(GenerationMixin.generate).parameters
+    return frozenset({*own, *GenerationConfig().to_dict(), *cache_names(), "tokenizer", "mmaccel"})

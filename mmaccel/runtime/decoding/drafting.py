@@ -1,0 +1,214 @@
+"""Drafts of one call: which source is asked, for how many tokens, and the figures that tell whether they paid."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ...core.stats import Stats
+from ...decoding.base import Drafter
+from ...errors import first_line
+from .length import LONGEST_PAUSE, PAUSE, TRIAL, Acceptance, Costs, Price, best_length
+from .reader import Reader
+from .rows import Row
+
+#: the longest draft of a block
+LONGEST = 16
+
+
+class Source(Protocol):
+    """Proposes tokens for all rows of a call."""
+
+    name: str
+
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """Called once before the first draft."""
+
+    def draft(self, rows: Sequence[Row], most: Sequence[int]) -> list[list[int]]:
+        """At most ``most[i]`` tokens that may follow row ``i``; none for 0. Between two calls tokens are only added to rows."""
+
+
+class Copying:
+    """Drafts that copy what followed the same tokens before.
+
+    make : gives the drafter of a row. skipped : ids of prompts that drafters do not see, such as placeholders of pictures.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Drafter], skipped: frozenset[int] = frozenset()) -> None:
+        self.name, self.make, self.skipped = name, make, skipped
+        self.drafters: list[Drafter] = []
+        self.prompts: list[list[int]] = []
+
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """See :class:`Source`."""
+        self.drafters = [self.make() for _ in rows]
+        self.prompts = [[token for token in row.tokens[: row.prompt] if token not in self.skipped] for row in rows]
+
+    def draft(self, rows: Sequence[Row], most: Sequence[int]) -> list[list[int]]:
+        """See :class:`Source`."""
+        return [
+            drafter.draft(prompt + row.answer, count) if count else []
+            for drafter, prompt, row, count in zip(self.drafters, self.prompts, rows, most, strict=True)
+        ]
+
+
+@dataclass
+class SourceFigures:
+    """Figures of a source in one call: tokens of all rows, seconds of drafting, and those of reading the prompt before."""
+
+    drafted: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+    prepare_seconds: float = 0.0
+
+
+@dataclass
+class Drafting:
+    """Drafts of one call.
+
+    Every row asks the source that promises most tokens a second, for as many as pay by the acceptance and the costs measured
+    so far (:mod:`.length`); the next source is asked where it proposes nothing. A source that raises is dropped, with a note.
+
+    sources : made behind the prompt, by :meth:`begin`.
+    forbidden : ids that no draft may hold, such as placeholders of pictures.
+    notes : what the numbers do not show, in words.
+    """
+
+    make: Callable[[Reader], Sequence[Source]]
+    forbidden: frozenset[int] = frozenset()
+    notes: list[str] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
+    figures: dict[str, SourceFigures] = field(default_factory=dict)
+    blocks: int = 0
+    tokens: int = 0
+    verify_seconds: float = 0.0
+    costs: Costs = field(default_factory=Costs)
+    prices: dict[str, Price] = field(default_factory=dict)
+    rates: list[dict[str, Acceptance]] = field(default_factory=list)
+    chosen: list[str | None] = field(default_factory=list)
+    asked: set[str] = field(default_factory=set)
+
+    def begin(self, rows: Sequence[Row], reader: Reader) -> None:
+        """Make the sources; called when the model has read the prompt."""
+        if not reader.can_forget:
+            self.notes.append(
+                "drafts are off: layers with a recurrent state cannot forget rejected tokens; decoded one token at a time"
+            )
+            return
+        try:
+            self.sources = list(self.make(reader))
+        except Exception as error:  # whatever a draft does, the answer is the model's
+            self.notes.append(f"drafts are off: {first_line(error)}")
+        self.figures = {source.name: SourceFigures() for source in self.sources}
+        self.prices = {source.name: Price() for source in self.sources}
+        self.rates = [{source.name: Acceptance() for source in self.sources} for _ in rows]
+
+    def draft(self, rows: Sequence[Row], longest: int) -> list[list[int]]:
+        """Drafts of all rows; ``longest`` is the most tokens that a row may have."""
+        drafts: list[list[int]] = [[] for _ in rows]
+        self.chosen = [None] * len(rows)
+        self.asked = set()
+        # the last token of an answer is the model's own
+        room = [0 if row.ended else min(LONGEST, longest - len(row.tokens) - 1) for row in rows]
+        for source in sorted(self.sources, key=lambda one: -self._promise(one, rows)):
+            price = self.prices[source.name]
+            if price.rests:
+                price.rests -= 1
+                continue
+            most = [
+                0 if draft or space <= 0 else self._length(source, number, space)
+                for number, (draft, space) in enumerate(zip(drafts, room, strict=True))
+            ]
+            if any(most):
+                for number, draft in enumerate(self._ask(source, rows, most)):
+                    if draft and not drafts[number]:
+                        drafts[number], self.chosen[number] = draft, source.name
+        return drafts
+
+    def note(
+        self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], accepted: Sequence[int], length: int, seconds: float
+    ) -> None:
+        """Note what became certain of ``drafts`` in a forward over ``length`` tokens of every row."""
+        self.blocks += 1
+        self.verify_seconds += seconds
+        self.costs.add(length, seconds)
+        for number, (draft, right, name) in enumerate(zip(drafts, accepted, self.chosen, strict=True)):
+            if name is not None:
+                self.rates[number][name].add(right, len(draft))
+                figures = self.figures[name]
+                figures.drafted += len(draft)
+                figures.accepted += right
+        self.tokens += sum(right + 1 for right, row in zip(accepted, rows, strict=True))
+        for name in self.asked:
+            self._rest(name)
+
+    def end(self, rows: Sequence[Row]) -> None:
+        """Close the figures of the call."""
+        self.tokens = sum(len(row.answer) for row in rows)
+
+    # --- what pays ------------------------------------------------------------------------------------------------
+    def _length(self, source: Source, number: int, space: int) -> int:
+        """How many tokens a row asks a source for; a source that does not pay, and whose pause is over, for a trial."""
+        rate = self.rates[number][source.name].rate
+        length, _ = best_length(rate, self._seconds(source), self.costs, space)
+        return length or min(TRIAL, space)
+
+    def _promise(self, source: Source, rows: Sequence[Row]) -> float:
+        """By which factor a source is expected to speed up the row for which it does best."""
+        rates = [self.rates[number][source.name].rate for number, row in enumerate(rows) if not row.ended]
+        return max((best_length(rate, self._seconds(source), self.costs, LONGEST)[1] for rate in rates), default=1.0)
+
+    def _seconds(self, source: Source) -> float:
+        """Seconds a drafted token; before it was measured, a tenth of a forward."""
+        price = self.prices[source.name].seconds
+        return 0.1 * self.costs.line()[0] if price is None else price
+
+    def _rest(self, name: str) -> None:
+        """Let a source rest where it pays for no row."""
+        price = self.prices[name]
+        seconds = price.seconds or 0.0
+        if any(best_length(rate[name].rate, seconds, self.costs, LONGEST)[0] for rate in self.rates):
+            price.pause = PAUSE
+        else:
+            price.rests, price.pause = price.pause, min(2 * price.pause, LONGEST_PAUSE)
+
+    def _ask(self, source: Source, rows: Sequence[Row], most: Sequence[int]) -> list[list[int]]:
+        """The drafts of a source, cut before the first forbidden token."""
+        figures = self.figures[source.name]
+        try:
+            if not figures.seconds:
+                # reading a prompt is no price of a drafted token
+                begin = time.perf_counter()
+                source.prepare(rows)
+                figures.prepare_seconds = time.perf_counter() - begin
+            begin = time.perf_counter()
+            drafts = source.draft(rows, most)
+        except Exception as error:  # whatever a draft does, the answer is the model's
+            self.sources.remove(source)
+            self.notes.append(f"drafts of {source.name} are off: {first_line(error)}")
+            return [[] for _ in rows]
+        drafts = [self._cut(draft[:count]) for draft, count in zip(drafts, most, strict=True)]
+        seconds = time.perf_counter() - begin
+        figures.seconds += seconds
+        self.asked.add(source.name)
+        if any(drafts):
+            self.prices[source.name].add(max(map(len, drafts)), seconds)
+        return drafts
+
+    def _cut(self, draft: Sequence[int]) -> list[int]:
+        found = next((place for place, token in enumerate(draft) if token in self.forbidden), len(draft))
+        return list(draft[:found])
+
+    def report(self, stats: Stats) -> None:
+        """Add figures and notes to the statistics of the call."""
+        stats.notes += self.notes
+        stats.drafting = {
+            "tokens": self.tokens,
+            "verifications": self.blocks,
+            "drafted": sum(one.drafted for one in self.figures.values()),
+            "accepted": sum(one.accepted for one in self.figures.values()),
+            "verify_seconds": self.verify_seconds,
+            "sources": {name: vars(one).copy() for name, one in self.figures.items()},
+        }

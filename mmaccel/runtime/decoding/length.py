@@ -1,0 +1,96 @@
+"""Lengths of drafts, by the acceptance that was measured and by what drafting and verifying have cost.
+
+A draft of ``n`` tokens, each accepted with probability ``a`` if all before it were, yields
+``E(n) = (1 - a ** (n + 1)) / (1 - a)`` tokens, and costs ``n`` draft steps and one forward over ``n + 1`` tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+#: figures of so many blocks ago count half
+HALF_LIFE = 8.0
+DECAY = 0.5 ** (1 / HALF_LIFE)
+#: acceptance before anything was measured, and the number of tested tokens that this guess weighs
+PRIOR, WEIGHT = 0.6, 2.0
+#: share of a forward over one token that each further token adds, before anything was measured
+SLOPE = 0.03
+#: a source that does not pay is tried again after so many blocks, and after twice as many each time that it still does not, but
+#: at most after LONGEST_PAUSE; it is tried with so many tokens
+PAUSE, LONGEST_PAUSE, TRIAL = 8, 256, 2
+
+
+def expected(acceptance: float, length: int) -> float:
+    """Tokens that a block with a draft of ``length`` tokens yields on average."""
+    if acceptance >= 1.0:
+        return length + 1.0
+    return (1 - acceptance ** (length + 1)) / (1 - acceptance)
+
+
+@dataclass
+class Acceptance:
+    """Share of drafted tokens that were accepted, of those whose predecessors were; one for every row and source."""
+
+    right: float = PRIOR * WEIGHT
+    tested: float = WEIGHT
+
+    @property
+    def rate(self) -> float:
+        """Between 0 and 1."""
+        return self.right / self.tested
+
+    def add(self, accepted: int, drafted: int) -> None:
+        """Note a block: tokens behind the first rejected one were not tested."""
+        self.right = self.right * DECAY + accepted
+        self.tested = self.tested * DECAY + accepted + (accepted < drafted)
+
+
+@dataclass
+class Costs:
+    """Seconds of a forward as a straight line over the number of its tokens, fitted to those of recent blocks."""
+
+    sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Note a forward over ``tokens`` tokens of every row."""
+        x = tokens - 1.0
+        new = (1.0, x, seconds, x * x, x * seconds)
+        self.sums = [old * DECAY + value for old, value in zip(self.sums, new, strict=True)]
+
+    def line(self) -> tuple[float, float]:
+        """Seconds of a forward over one token, and of every further one; ``(1, SLOPE)`` before the first block."""
+        count, x, y, xx, xy = self.sums
+        if not count or y <= 0:
+            return 1.0, SLOPE
+        prior = SLOPE * y / count
+        slope = max(0.0, (xy - x * y / count + 4 * prior) / (xx - x * x / count + 4))
+        return max((y - slope * x) / count, 0.05 * y / count), slope
+
+
+@dataclass
+class Price:
+    """Cost of a source: seconds a drafted token; ``None`` before it was measured."""
+
+    seconds: float | None = None
+    #: blocks that are left until the source is tried again, and how long the next pause is
+    rests: int = 0
+    pause: int = PAUSE
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Note a draft."""
+        new = seconds / max(1, tokens)
+        self.seconds = new if self.seconds is None else DECAY * self.seconds + (1 - DECAY) * new
+
+
+def best_length(acceptance: float, price: float, costs: Costs, most: int) -> tuple[int, float]:
+    """The draft length of at most ``most`` tokens that yields most tokens a second, and how many times as many as none does.
+
+    ``price`` : seconds a drafted token.
+    """
+    one, further = costs.line()
+    found, gain = 0, 1.0
+    for length in range(1, most + 1):
+        ratio = expected(acceptance, length) * one / (length * price + one + length * further)
+        if ratio > gain:
+            found, gain = length, ratio
+    return found, gain

@@ -1,0 +1,172 @@
+"""The loop of decoding with drafts, in place of that of ``generate``: draft, verify in one forward, commit, forget the rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.transformers_api import cache_argument
+from ...errors import UnsupportedError
+from .drafting import Drafting
+from .reader import Reader
+from .rows import Chooser, Ending, Row
+
+
+@dataclass
+class Decoder:
+    """Decodes a prompt with drafts: the ``custom_generate`` of a call of ``generate``.
+
+    drafting : where drafts come from, how long they are, and the figures of the call.
+    streamer : is given every committed token of a single row, ``[1]`` each.
+    remember : is given the answers of all rows at the end.
+    """
+
+    drafting: Drafting
+    streamer: Any = None
+    remember: Callable[[Sequence[Sequence[int]]], None] | None = None
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **arguments: Any,
+    ) -> Any:
+        """Decode the prompt ``input_ids [B, S]``: what ``generate`` returns, ids ``[B, S + n]`` or its dictionary.
+
+        Raises
+        ------
+        UnsupportedError
+            For beams and other searches, and for outputs that drafts cannot give.
+        """
+        config, drafting = generation_config, self.drafting
+        _check(config, len(input_ids))
+        chooser = Chooser(logits_processor, config)
+        ending = Ending(stopping_criteria, config, input_ids.device)
+        reader = Reader(model, input_ids, config, arguments)
+        wanted = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+        rows = [Row(ids, len(ids)) for ids in input_ids.tolist()]
+        step = Step(reader, chooser, ending, rows, None if self.streamer is None else self.streamer.put, bool(wanted))
+        step.commit(reader.prefill()[:, None], [[] for _ in rows])
+        if not all(row.ended for row in rows):
+            drafting.begin(rows, reader)
+        while not all(row.ended for row in rows):
+            drafts = drafting.draft(rows, ending.longest)
+            begin = time.perf_counter()
+            logits = step.read(drafts)
+            accepted = step.commit(logits, drafts)
+            drafting.note(rows, drafts, accepted, logits.shape[1], time.perf_counter() - begin)
+        drafting.end(rows)
+        if self.streamer is not None:
+            self.streamer.end()
+        if self.remember is not None:
+            self.remember([row.answer for row in rows])
+        return _result(rows, reader, config, input_ids)
+
+
+@dataclass
+class Step:
+    """One block of the loop: the model reads the drafts of all rows, and every row commits what is accepted."""
+
+    reader: Reader
+    chooser: Chooser
+    ending: Ending
+    rows: Sequence[Row]
+    put: Callable[[Tensor], None] | None
+    record: bool
+
+    def read(self, drafts: Sequence[Sequence[int]]) -> Tensor:
+        """Logits ``[B, n, V]`` behind the pending tokens and the drafts of every row; what lies behind them is padding."""
+        blocks = [
+            [*row.pending, *draft] if not row.ended else [0] for row, draft in zip(self.rows, drafts, strict=True)
+        ]
+        length = max(map(len, blocks))
+        tokens = torch.tensor([[*block, *[block[-1]] * (length - len(block))] for block in blocks])
+        return self.reader.read(tokens.to(self.reader.ids.device))
+
+    def commit(self, logits: Tensor, drafts: Sequence[Sequence[int]]) -> list[int]:
+        """Commit the accepted tokens of every row and the one behind them, and forget the others; how many drafted tokens
+        were accepted."""
+        first = [max(0, len(row.pending) - 1) for row in self.rows]
+        accepted, going = [0] * len(self.rows), [number for number, row in enumerate(self.rows) if not row.ended]
+        likely = self.chooser.greedy(logits) if self.chooser.plain else None
+        for place in range(logits.shape[1]):
+            if not going:
+                break
+            here = logits[going, [first[number] + place for number in going]]
+            if likely is None:
+                tokens, scores = self.chooser.choose(self.rows, going, here)
+            else:
+                tokens, scores = [likely[number][first[number] + place] for number in going], here
+            for number, token, score, raw in zip(going, tokens, scores, here, strict=True):
+                self._commit(self.rows[number], token, score, raw)
+            right = [
+                number
+                for number, token in zip(going, tokens, strict=True)
+                if place < len(drafts[number]) and token == drafts[number][place]
+            ]
+            for number in right:
+                accepted[number] += 1
+            going = [number for number in right if not self.rows[number].ended]
+        self._forget(logits.shape[1], [at + 1 + count for at, count in zip(first, accepted, strict=True)])
+        return accepted
+
+    def _commit(self, row: Row, token: int, score: Tensor, logits: Tensor) -> None:
+        """Add a certain token to a row; ``score`` and ``logits`` ``[V]`` are those that it was chosen from."""
+        row.commit(token)
+        if self.record:
+            row.scores.append(score[None])
+            row.logits.append(logits[None])
+        row.ended = self.ending.ended(row)
+        if self.put is not None:
+            self.put(torch.tensor([token]))
+
+    def _forget(self, length: int, counts: Sequence[int]) -> None:
+        """Keep the first ``counts`` of the ``length`` tokens of every row that were read; a row that has ended needs none."""
+        if not self.reader.unkept:
+            # the prompt was read
+            return
+        counts = [length if row.ended else count for row, count in zip(self.rows, counts, strict=True)]
+        for row, kept in zip(self.rows, self.reader.keep(counts), strict=True):
+            row.pending = row.pending[kept:]
+
+
+def _check(config: Any, batch: int) -> None:
+    """Raise for calls of ``generate`` that cannot have drafts."""
+    if (mode := config.get_generation_mode(None).value) not in ("greedy_search", "sample"):
+        raise UnsupportedError(
+            f"Drafts are verified by greedy search and by sampling, and this call asks for {mode.replace('_', ' ')}; leave it "
+            "out (num_beams=1), or pass mmaccel=False."
+        )
+    never = ("output_attentions", "output_hidden_states")
+    single = ("output_scores", "output_logits")
+    for name in never if batch == 1 else (*never, *single):
+        if config.return_dict_in_generate and getattr(config, name):
+            rows = "" if name in never else " for several rows"
+            raise UnsupportedError(
+                f"With drafts {name}=True is not offered{rows}; leave it out, or pass mmaccel=False."
+            )
+    if config.use_cache is False:
+        raise UnsupportedError("Drafts need a KV cache, and use_cache=False makes none; leave out use_cache=False.")
+
+
+def _result(rows: Sequence[Row], reader: Reader, config: Any, ids: Tensor) -> Any:
+    """What ``generate`` returns: rows padded behind their ends."""
+    longest = max(len(row.tokens) for row in rows)
+    pad = config._pad_token_tensor
+    filler = 0 if pad is None else int(pad)
+    sequences = torch.tensor([row.tokens + [filler] * (longest - len(row.tokens)) for row in rows], device=ids.device)
+    if not config.return_dict_in_generate:
+        return sequences
+    from transformers.generation import GenerateDecoderOnlyOutput
+
+    scores = tuple(rows[0].scores) if config.output_scores else None
+    logits = tuple(rows[0].logits) if config.output_logits else None
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, **cache_argument(reader.cache))

@@ -1,0 +1,129 @@
+"""Drafts by a model: a smaller one of the same family, or the same one, over a prompt that a recipe has reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedError
+from .reader import Reader
+from .rows import Row
+
+
+class ModelDraft:
+    """Greedy drafts of a model that reads the prompt when it is asked first.
+
+    Its cache follows what is committed: tokens that it has drafted and that were accepted stay, others are forgotten. All rows
+    go one token a step; a row that has more tokens to read than others reads them first, and drafts fewer.
+
+    Parameters
+    ----------
+    model : the model that drafts; its module may be that of the model that verifies, whose state is put back after every step.
+    given : arguments of ``generate`` that describe the prompt.
+    options : further arguments of ``generate`` and of every forward.
+    """
+
+    def __init__(self, name: str, model: Any, given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        self.name, self.model, self.given, self.options = name, model, dict(given), dict(options)
+        self.reader: Reader | None = None
+        self.held: list[Any] = []
+        #: of every row: how many of its tokens the cache holds, and what was read since the last draft began
+        self.known: list[int] = []
+        self.fed: list[list[int]] = []
+
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """See :class:`mmaccel.runtime.decoding.drafting.Source`."""
+        with self._own_positions(), torch.no_grad():
+            self.reader = self._read_prompt(len(rows))
+        self.known, self.fed = [row.prompt for row in rows], [[] for _ in rows]
+
+    def draft(self, rows: Sequence[Row], most: Sequence[int]) -> list[list[int]]:
+        """See :class:`mmaccel.runtime.decoding.drafting.Source`."""
+        with self._own_positions(), torch.no_grad():
+            self._keep_what_was_right(rows)
+            return self._draft(rows, most)
+
+    def _draft(self, rows: Sequence[Row], most: Sequence[int]) -> list[list[int]]:
+        assert self.reader is not None
+        reader, device = self.reader, self.reader.ids.device
+        behind = [row.tokens[known:] for row, known in zip(rows, self.known, strict=True)]
+        self.fed = [[] for _ in rows]
+        drafts: list[list[int]] = [[] for _ in rows]
+        live = [number for number, row in enumerate(rows) if not row.ended]
+        first = min(len(behind[number]) for number in live)
+        block = [(tokens if number in live else [0] * first)[:first] for number, tokens in enumerate(behind)]
+        while True:
+            logits = reader.read(torch.tensor(block, device=device))
+            likely = logits[:, -1].argmax(-1).tolist()
+            for number in range(len(rows)):
+                self.fed[number] += block[number]
+            for number in live:
+                if len(self.fed[number]) >= len(behind[number]) and len(drafts[number]) < most[number]:
+                    drafts[number].append(likely[number])
+            if all(len(drafts[number]) >= most[number] for number in live):
+                return drafts
+            block = [[self._next(number, behind, drafts)] for number in range(len(rows))]
+
+    def _next(self, number: int, behind: list[list[int]], drafts: list[list[int]]) -> int:
+        """The token that a row reads next: one that is certain, else what it has drafted, else any."""
+        at, certain = len(self.fed[number]), behind[number]
+        if at < len(certain):
+            return certain[at]
+        drafted = drafts[number]
+        return drafted[min(at - len(certain), len(drafted) - 1)] if drafted else 0
+
+    def _keep_what_was_right(self, rows: Sequence[Row]) -> None:
+        """Forget what was read and then turned out otherwise."""
+        assert self.reader is not None
+        counts = []
+        for row, known, fed in zip(rows, self.known, self.fed, strict=True):
+            now = row.tokens[known:]
+            # the newest token has still to be read: its logits are what the next draft begins with
+            same = next((at for at, token in enumerate(fed) if at >= len(now) - 1 or token != now[at]), len(fed))
+            counts.append(len(fed) if row.ended else same)
+        kept = self.reader.keep(counts)
+        self.known = [known + count for known, count in zip(self.known, kept, strict=True)]
+
+    def _read_prompt(self, batch: int) -> Reader:
+        """Let the model read the prompt through its own ``generate``."""
+        made: list[Reader] = []
+
+        def read(model: Any, input_ids: Tensor, generation_config: Any, **arguments: Any) -> Tensor:
+            prepared = {name: value for name, value in arguments.items() if name not in _LOOP}
+            reader = Reader(model, input_ids, generation_config, prepared, dict(self.options))
+            reader.prefill()
+            made.append(reader)
+            return input_ids
+
+        device = self.model.device
+        given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.given.items()}
+        self.model.generate(**given, **self.options, do_sample=False, num_beams=1, custom_generate=read)
+        (reader,) = made
+        if len(reader.ids) != batch:
+            raise UnsupportedError("a model drafts for one answer to every prompt; leave out num_return_sequences")
+        if not reader.can_forget:
+            raise UnsupportedError("its layers carry a recurrent state, which cannot forget rejected tokens")
+        return reader
+
+    @contextmanager
+    def _own_positions(self) -> Iterator[None]:
+        """Modules remember how positions go on behind the last prompt (``rope_deltas``): put in those of the draft, and then
+        those of the model that verifies, which may be the same modules."""
+        modules = [module for module in self.model.modules() if "rope_deltas" in vars(module)]
+        before = [module.rope_deltas for module in modules]
+        for module, deltas in zip(modules, self.held or before, strict=True):
+            module.rope_deltas = deltas
+        try:
+            yield
+        finally:
+            self.held = [module.rope_deltas for module in modules]
+            for module, deltas in zip(modules, before, strict=True):
+                module.rope_deltas = deltas
+
+
+#: arguments of a loop of ``generate`` that its models do not take
+_LOOP = ("logits_processor", "stopping_criteria", "streamer", "synced_gpus")

@@ -1,0 +1,116 @@
+"""A model that reads blocks of tokens behind a prompt, and forgets those that are rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.transformers_api import DynamicLayer, cache_argument, cache_in, cache_of
+from ...kv.cache import state_of
+
+
+class Reader:
+    """The cache of a model and what its next forward needs, as ``generate`` has prepared them.
+
+    Where all layers keep keys of every token, rows may keep different numbers of tokens: slots of rejected ones stay, and are
+    masked. Elsewhere (windows, caches that a recipe has shaped) all rows keep as many as the one that keeps the fewest.
+
+    Parameters
+    ----------
+    model : a model with ``generate``.
+    ids : ``[B, S]`` of the prompt.
+    config : the generation config of the call.
+    arguments : arguments of the model that ``generate`` has prepared; its cache must not be static.
+    options : further arguments of every forward behind the prompt.
+    """
+
+    def __init__(
+        self, model: Any, ids: Tensor, config: Any, arguments: dict[str, Any], options: dict[str, Any] | None = None
+    ) -> None:
+        self.model, self.ids, self.config = model, ids, config
+        self.arguments, self.options = dict(arguments), options or {}
+        self.output: Any = None
+        self.unkept = 0
+        self.ragged = False
+        if (cache := cache_in(self.arguments)) is not None:
+            cache.activate_past_recording()
+
+    @property
+    def cache(self) -> Any:
+        """The KV cache."""
+        return cache_in(self.arguments)
+
+    @property
+    def can_forget(self) -> bool:
+        """Whether rejected tokens can be forgotten; known behind the prompt."""
+        return self.cache is not None and bool(self.cache.is_croppable)
+
+    def prefill(self) -> Tensor:
+        """Read the prompt: logits ``[B, V]`` float32 of its last token."""
+        self.output = self.model._prefill(self.ids, self.config, self.arguments)
+        if (cache := cache_of(self.output)) is not None:
+            self.arguments |= cache_argument(cache)
+        plain = self.cache is not None and state_of(self.cache) is None
+        self.ragged = plain and len(self.ids) > 1 and all(type(layer) is DynamicLayer for layer in self.cache.layers)
+        logits: Tensor = self.output.logits[:, -1].float()
+        return logits
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Read the next tokens ``[B, n]``: logits ``[B, n, V]`` float32 behind each."""
+        length = tokens.shape[1]
+        self.ids = torch.cat([self.ids, tokens], 1)
+        self.arguments = self._longer(length)
+        inputs = self.model.prepare_inputs_for_generation(
+            self.ids, next_sequence_length=length, is_first_iteration=False, **self.arguments
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = length
+        self.output = self.model(**inputs, **self.options, return_dict=True)
+        self.unkept += length
+        logits: Tensor = self.output.logits[:, -length:].float()
+        return logits
+
+    def keep(self, counts: Sequence[int]) -> list[int]:
+        """Forget all but the first ``counts`` tokens of every row that were read since the last call; how many stay."""
+        most = max(counts) if self.ragged else min(counts)
+        if dropped := self.unkept - most:
+            self.ids = self.ids[:, :-dropped]
+        self._forget(dropped)
+        kept = list(counts) if self.ragged else [most] * len(counts)
+        if min(kept) < most:
+            self._mask(most, torch.tensor(kept, device=self.ids.device))
+        self.unkept = 0
+        return kept
+
+    def _longer(self, count: int) -> dict[str, Any]:
+        """The arguments for ``count`` further tokens."""
+        arguments: dict[str, Any] = self.model._update_model_kwargs_for_generation(
+            self.output, dict(self.arguments), num_new_tokens=count
+        )
+        return arguments
+
+    def _forget(self, dropped: int) -> None:
+        """Cut the last ``dropped`` tokens off the cache and the arguments. Layers with windows shrink even for 0."""
+        self.cache.crop(-dropped)
+        for name in ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"):
+            value = self.arguments.get(name)
+            if dropped and isinstance(value, Tensor):
+                self.arguments[name] = value[..., :-dropped]
+
+    def _mask(self, most: int, kept: Tensor) -> None:
+        """Mask the slots behind the first ``kept`` of the last ``most`` in every row; positions go on behind the kept ones."""
+        gone = torch.arange(most, device=kept.device) >= kept[:, None]
+        mask = self.arguments.get("attention_mask")
+        if mask is None:
+            mask = torch.ones(len(kept), self.cache.get_seq_length(), dtype=torch.long, device=kept.device)
+        self.arguments["attention_mask"] = torch.cat([mask[:, :-most], mask[:, -most:].masked_fill(gone, 0)], 1)
+        if isinstance(positions := self.arguments.get("position_ids"), Tensor):
+            # the last place of a row is read as that of its newest token
+            new = positions[..., -most:]
+            last = (kept - 1).clamp(min=0)[:, None].expand(new.shape[:-1] + (1,))
+            before = positions[..., -most - 1 : -most]
+            newest = torch.where(kept[:, None] > 0, new.gather(-1, last), before)
+            self.arguments["position_ids"] = torch.cat([positions[..., :-most], torch.where(gone, newest, new)], -1)

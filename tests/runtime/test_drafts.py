@@ -1,0 +1,358 @@
+"""Decoding with drafts gives the tokens of plain decoding, whoever drafts; with sampling, their distribution."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import zoo
+from laws.helpers import FAMILIES, SHORT
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+
+import mmaccel
+from mmaccel import MmaccelError, UnsupportedError, accelerate_vlm, accelerated
+from mmaccel.decoding import drafters
+from mmaccel.decoding.base import Drafter
+from mmaccel.runtime.decoding import drafting
+from mmaccel.runtime.decoding.length import Acceptance, Costs, best_length, expected
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+NEW = 28
+# by choice: before the language model, inside it, an eviction, a schedule, a codec, sparse reads, a merger
+DRAFTING = ("divprune", "fastv", "snapkv", "h2o", "kivi", "quest", "spacetime")
+# by choice: one of every kind whose cache is cut back
+VERIFYING = ("divprune", "fastv", "pyramiddrop", "snapkv", "adakv", "h2o", "streaming-llm", "kivi", "quest")
+
+
+class Liar(Drafter):
+    """Proposes what :attr:`plan` says: noise, the right answer, the right answer with a wrong token, or an error."""
+
+    name = "liar"
+    plan: ClassVar[str] = "noise"
+    truth: ClassVar[list[list[int]]] = []
+    made: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        self.row = Liar.made % max(1, len(Liar.truth))
+        Liar.made += 1
+        self.random = torch.Generator().manual_seed(self.row)
+
+    def draft(self, tokens: Any, most: int) -> list[int]:
+        if self.plan == "error":
+            raise RuntimeError("no draft today")
+        noise = torch.randint(5, 60, (most,), generator=self.random).tolist()
+        if self.plan == "noise":
+            return noise
+        answer = self.truth[self.row]
+        done = next(n for n in range(len(answer), -1, -1) if list(tokens[len(tokens) - n :]) == answer[:n])
+        right = answer[done : done + most]
+        if self.plan == "mixed" and len(right) > 2:
+            place = int(torch.randint(0, len(right), (1,), generator=self.random))
+            right[place] = noise[0]
+        return right
+
+
+@pytest.fixture
+def liar(monkeypatch: pytest.MonkeyPatch) -> type[Liar]:
+    """A drafter that is under the control of a test, and asked in every block."""
+    monkeypatch.setitem(drafters.DRAFTERS, "liar", Liar)
+    monkeypatch.setattr(drafting.Drafting, "_rest", lambda self, name: None)
+    monkeypatch.setattr(drafting, "best_length", lambda rate, price, costs, most: (min(5, most), 2.0))
+    monkeypatch.setattr(Liar, "made", 0)
+    return Liar
+
+
+def generate(model: Any, feed: Any, **options: Any) -> Any:
+    return model.generate(**feed, **{"max_new_tokens": NEW, "do_sample": False, **options})
+
+
+def told(feed: Any, out: Tensor) -> list[list[int]]:
+    return [row[feed["input_ids"].shape[1] :].tolist() for row in out]
+
+
+# ------------------------------------------------------------------------------------------------------------ equality
+@pytest.mark.parametrize("kind", ["image", "uneven", "video"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_answers_as_without_drafts(family: str, kind: str, liar: type[Liar], monkeypatch: Any) -> None:
+    """Pictures, padded batches, clips; drafts that are partly right in every block, so that rows part and meet again."""
+    if kind not in zoo.kinds(family):
+        pytest.skip("takes no clips")
+    tiny, feed = zoo.model(family), zoo.inputs(family, kind)
+    bare = generate(tiny, feed)
+    monkeypatch.setattr(liar, "truth", told(feed, bare))
+    monkeypatch.setattr(liar, "plan", "mixed")
+    with accelerated(tiny, "divprune", retain=0.3, lossless=True, lookup="liar", processor=zoo.processor(family)):
+        out, stats = generate(tiny, feed), tiny.mmaccel.stats()
+        states = tiny.mmaccel.family.stateful
+    assert torch.equal(out, bare)
+    if any("recurrent state" in note for note in stats.notes):
+        assert states and not stats.drafting["drafted"]
+    else:
+        assert 0 < stats.drafting["accepted"] < stats.drafting["drafted"]
+        assert stats.decode_steps == stats.drafting["verifications"] < NEW - 5
+    assert stats.drafting["tokens"] == NEW * len(bare)
+
+
+@pytest.mark.parametrize("recipe", DRAFTING)
+@pytest.mark.parametrize("family", SHORT)
+def test_a_model_drafts_over_a_reduced_prompt(family: str, recipe: str) -> None:
+    """A smaller model, and the model itself, in a padded batch; nothing of the full cache moves when drafts are rejected."""
+    tiny, feed = zoo.model(family), zoo.inputs(family, "uneven")
+    bare = generate(tiny, feed)
+    other = zoo.loaded_draft(family)
+    for draft in (other, "self"):
+        with accelerated(tiny, recipe, lossless=True, draft=draft, processor=zoo.processor(family)):
+            out, stats = generate(tiny, feed), tiny.mmaccel.stats()
+        assert torch.equal(out, bare)
+        assert stats.drafting["drafted"] > 0, stats.notes
+    assert not mmaccel.is_accelerated(other)
+
+
+@pytest.mark.parametrize("family", SHORT)
+def test_a_model_that_drafts_with_the_whole_prompt_is_always_right(family: str) -> None:
+    tiny, feed = zoo.model(family), zoo.inputs(family, "uneven")
+    with accelerated(tiny, "none", lossless=True, draft="self"):
+        generate(tiny, feed)
+        drafting = tiny.mmaccel.stats().drafting
+    assert drafting["accepted"] == drafting["drafted"] > 0
+
+
+@pytest.mark.parametrize("recipe", VERIFYING)
+@pytest.mark.parametrize("plan", ["noise", "mixed", "right"])
+def test_without_lossless_the_answer_is_that_of_the_recipe(
+    recipe: str, plan: str, liar: type[Liar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, feed = zoo.model("llava"), zoo.inputs("llava")
+    with accelerated(tiny, recipe):
+        plain = generate(tiny, feed)
+    monkeypatch.setattr(liar, "truth", told(feed, plain))
+    monkeypatch.setattr(liar, "plan", plan)
+    with accelerated(tiny, recipe, lookup="liar"):
+        out, stats = generate(tiny, feed), tiny.mmaccel.stats()
+    assert torch.equal(out, plain)
+    assert stats.stages and stats.drafting["drafted"] > 0
+    if plan == "right":
+        assert stats.drafting["accepted"] == stats.drafting["drafted"]
+
+
+@pytest.mark.parametrize("plan", ["noise", "right", "mixed", "error"])
+def test_a_bad_draft_changes_nothing(plan: str, liar: type[Liar], monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny, feed = zoo.model("qwen2_5_vl"), zoo.inputs("qwen2_5_vl", "images")
+    bare = generate(tiny, feed)
+    monkeypatch.setattr(liar, "truth", told(feed, bare))
+    monkeypatch.setattr(liar, "plan", plan)
+    with accelerated(tiny, "divprune", lossless=True, lookup="liar"):
+        out, stats = generate(tiny, feed), tiny.mmaccel.stats()
+    assert torch.equal(out, bare)
+    assert any("no draft today" in note for note in stats.notes) == (plan == "error")
+
+
+@pytest.mark.parametrize("family", SHORT)
+def test_second_turns(family: str, liar: type[Liar], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache that comes back goes on as that of plain decoding does."""
+    tiny, feed = zoo.model(family), zoo.inputs(family)
+    first = generate(tiny, feed, return_dict_in_generate=True)
+    words = torch.randint(10, 50, (1, 9), generator=torch.Generator().manual_seed(1))
+    follow = torch.cat([first.sequences, words], 1)
+    wanted = generate(tiny, {"input_ids": follow}, past_key_values=first.past_key_values)
+    monkeypatch.setattr(liar, "truth", told(feed, first.sequences))
+    monkeypatch.setattr(liar, "plan", "mixed")
+    with accelerated(tiny, "divprune", lossless=True, lookup="liar"):
+        once = generate(tiny, feed, return_dict_in_generate=True)
+        assert torch.equal(once.sequences, first.sequences)
+        monkeypatch.setattr(liar, "truth", [wanted[0, follow.shape[1] :].tolist()])
+        again = generate(tiny, {"input_ids": follow}, past_key_values=once.past_key_values)
+    assert torch.equal(again, wanted)
+
+
+# ------------------------------------------------------------------------------------------------------------- options
+class Banned(LogitsProcessor):
+    """Forbids every token that stands among the last three."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.scatter(1, input_ids[:, -3:], -float("inf"))
+
+
+@pytest.mark.parametrize("plan", ["noise", "mixed"])
+def test_processors_see_the_drafts_before_them(plan: str, liar: type[Liar], monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny, feed = zoo.model("llava"), zoo.inputs("llava", "uneven")
+    options = {"logits_processor": LogitsProcessorList([Banned()]), "repetition_penalty": 1.3}
+    bare = generate(tiny, feed, **options)
+    assert not torch.equal(bare, generate(tiny, feed))
+    monkeypatch.setattr(liar, "truth", told(feed, bare))
+    monkeypatch.setattr(liar, "plan", plan)
+    with accelerated(tiny, "divprune", lossless=True, lookup="liar"):
+        assert torch.equal(generate(tiny, feed, **options), bare)
+
+
+class Streamed:
+    def __init__(self) -> None:
+        self.got: list[int] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.got += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_streams_stop_strings_ends_and_logits(liar: type[Liar], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends an answer inside an accepted draft cuts it there, and streamers see what is accepted only."""
+    tiny, feed = zoo.model("llava"), zoo.inputs("llava")
+    bare = generate(tiny, feed)
+    (answer,) = told(feed, bare)
+    monkeypatch.setattr(liar, "truth", [answer])
+    monkeypatch.setattr(liar, "plan", "right")
+    seen: list[int] = []
+
+    def after_seven(input_ids: Tensor, scores: Any) -> Tensor:
+        seen.append(input_ids.shape[1])
+        return torch.tensor([input_ids.shape[1] - feed["input_ids"].shape[1] >= 7])
+
+    with accelerated(tiny, "divprune", lossless=True, lookup="liar"):
+        first, second = Streamed(), Streamed()
+        tiny.generate(**feed, max_new_tokens=NEW, streamer=first)
+        assert first.ended and first.got == bare[0].tolist()
+        stopped = generate(tiny, feed, stopping_criteria=StoppingCriteriaList([after_seven]), streamer=second)
+        assert told(feed, stopped) == [answer[:7]] and second.got == stopped[0].tolist()
+        assert seen == [feed["input_ids"].shape[1] + n for n in range(1, 8)]
+        ended = generate(tiny, feed, eos_token_id=answer[9])
+        assert told(feed, ended) == [answer[: answer.index(answer[9]) + 1]]
+        words = zoo.tokenizer("llava").decode(answer[4:6])
+        stopped = generate(tiny, feed, stop_strings=words, tokenizer=zoo.tokenizer("llava"))
+        out = generate(tiny, feed, return_dict_in_generate=True, output_logits=True, output_scores=True)
+    assert told(feed, stopped) == told(feed, generate(tiny, feed, stop_strings=words, tokenizer=zoo.tokenizer("llava")))
+    plain = generate(tiny, feed, return_dict_in_generate=True, output_logits=True, output_scores=True)
+    assert len(out.logits) == len(plain.logits) == len(out.scores) == NEW
+    for mine, its in zip(out.logits, plain.logits, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("plan", ["noise", "mixed"])
+def test_drawn_answers_have_the_distribution_of_the_model(
+    plan: str, liar: type[Liar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20,000 answers of three tokens, by a chi-square bound over all answers."""
+    tiny, feed = zoo.model("llava"), zoo.inputs("llava", "text", question="what?")
+    monkeypatch.setattr(liar, "plan", plan)
+    options = {"do_sample": True, "top_k": 3, "temperature": 1.5, "max_new_tokens": 3}
+    wanted = distribution(tiny, feed, 3, 1.5)
+    likeliest = max(wanted, key=lambda one: wanted[one])
+    monkeypatch.setattr(liar, "truth", [list(likeliest)])
+    rows, rounds = 1000, 20
+    torch.manual_seed(0)
+    counts: Counter[tuple[int, ...]] = Counter()
+    with accelerated(tiny, "divprune", lossless=True, lookup="liar"):
+        for _ in range(rounds):
+            out = generate(tiny, feed, num_return_sequences=rows, **options)
+            counts.update(tuple(row) for row in told(feed, out))
+        assert tiny.mmaccel.stats().drafting["drafted"] > 0
+    total = rows * rounds
+    assert set(counts) <= set(wanted)
+    square = sum((counts[one] - total * p) ** 2 / (total * p) for one, p in wanted.items() if total * p > 5)
+    freedom = sum(total * p > 5 for p in wanted.values()) - 1
+    assert square < freedom + 5 * (2 * freedom) ** 0.5, (square, freedom)
+
+
+def distribution(tiny: Any, feed: Any, top: int, temperature: float) -> dict[tuple[int, ...], float]:
+    """The probability of every answer of three tokens."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        after: dict[tuple[int, ...], float] = {}
+        for said, chance in found.items():
+            ids = torch.cat([feed["input_ids"], torch.tensor([said], dtype=torch.long)], 1)
+            logits = tiny(input_ids=ids).logits[0, -1].float() / temperature
+            values, tokens = logits.topk(top)
+            for p, token in zip(values.softmax(0).tolist(), tokens.tolist(), strict=True):
+                after[(*said, token)] = chance * p
+        found = after
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+def test_calls_that_cannot_have_drafts_are_refused() -> None:
+    tiny, feed = zoo.model("llava"), zoo.inputs("llava")
+    with pytest.raises(MmaccelError, match="no drafter 'lukup'"):
+        accelerate_vlm(tiny, "divprune", lookup="lukup")
+    with pytest.raises(MmaccelError, match="draft='self' needs lossless=True"):
+        accelerate_vlm(tiny, "divprune", draft="self")
+    with pytest.raises(UnsupportedError, match="is the model that it would draft for"):
+        accelerate_vlm(tiny, "divprune", lossless=True, draft=tiny)
+    with pytest.raises(UnsupportedError, match="of family qwen2_5_vl"):
+        accelerate_vlm(tiny, "divprune", lossless=True, draft=zoo.loaded_draft("qwen2_5_vl"))
+    assert not mmaccel.is_accelerated(tiny)
+    with accelerated(tiny, "divprune", lossless=True, lookup=True):
+        for options, words in (
+            ({"num_beams": 2}, "num_beams=1"),
+            ({"assistant_model": zoo.loaded_draft("llava")}, "assistant_model"),
+            ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
+            ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions=True is not offered"),
+            ({"use_cache": False}, "use_cache=False"),
+        ):
+            with pytest.raises(UnsupportedError, match=words):
+                generate(tiny, feed, **options)
+        with pytest.raises(UnsupportedError, match="output_logits=True is not offered for several rows"):
+            generate(tiny, zoo.inputs("llava", "uneven"), return_dict_in_generate=True, output_logits=True)
+        bare = generate(tiny, feed, mmaccel=False, num_beams=2)
+        assert not tiny.mmaccel.stats().drafting
+    assert torch.equal(bare, generate(tiny, feed, num_beams=2))
+
+
+def test_the_handle_comes_and_goes_with_its_draft() -> None:
+    tiny, other = zoo.model("llava"), zoo.loaded_draft("llava")
+    accelerate_vlm(tiny, "divprune", lossless=True, draft=other)
+    assert mmaccel.is_accelerated(other)
+    with pytest.raises(UnsupportedError, match="accelerated"):
+        accelerate_vlm(zoo.model("llava"), "divprune", draft=other)
+    accelerate_vlm(tiny, "divprune", lossless=True, lookup=True)
+    assert not mmaccel.is_accelerated(other)
+    with accelerated(tiny, "fastv", lossless=True, draft=other):
+        assert mmaccel.is_accelerated(other)
+    assert not mmaccel.is_accelerated(other) and tiny.mmaccel.drafts.copying is not None
+    tiny.mmaccel.remove()
+
+
+# -------------------------------------------------------------------------------------------------------------- length
+def test_lengths_follow_acceptance_and_costs() -> None:
+    """Figures worked by hand from the formula of the card: E(n) / (n c + v)."""
+    costs = Costs()
+    costs.sums = [100.0, 0.0, 100.0, 0.0, 0.0]  # a hundred forwards over one token, a second each
+    assert costs.line()[0] == pytest.approx(1.0)
+    assert expected(0.7, 5) == pytest.approx(2.941, abs=1e-3)
+    steep = Costs(sums=[10.0, 20.0, 40.0, 60.0, 120.0])  # 2 + 2 x / ... a line that is too steep to draft
+    one, further = steep.line()
+    assert best_length(0.6, 0.0, steep, 16)[0] <= best_length(0.6, 0.0, costs, 16)[0]
+    assert best_length(0.9, 0.9, costs, 16) == (0, 1.0)
+    length, gain = best_length(0.8, 0.1, costs, 16)
+    assert 5 <= length <= 7 and 2.2 < gain < 2.7
+    rate = Acceptance()
+    for _ in range(200):
+        rate.add(0, 4)
+    assert rate.rate < 0.02
+    for _ in range(60):
+        rate.add(4, 4)
+    assert rate.rate > 0.95
+
+
+def test_a_draft_that_never_helps_is_asked_ever_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(drafters.DRAFTERS, "liar", Liar)
+    monkeypatch.setattr(Liar, "plan", "noise")
+    tiny, feed = zoo.model("llava"), zoo.inputs("llava")
+    with accelerated(tiny, "divprune", lossless=True, lookup="liar"):
+        generate(tiny, feed, max_new_tokens=120)
+        drafting = tiny.mmaccel.stats().drafting
+    assert drafting["drafted"] < 80 and drafting["verifications"] > 100
+
+
+def test_a_model_drafts_for_itself_only_where_reading_keys_costs_most() -> None:
+    tiny, feed = zoo.model("llava"), zoo.inputs("llava")
+    with accelerated(tiny, "divprune", lossless=True):
+        out = generate(tiny, feed)
+        stats = tiny.mmaccel.stats()
+    assert torch.equal(out, generate(tiny, feed))
+    assert stats.drafting["drafted"] == 0 and any("does not draft for itself" in note for note in stats.notes)
