@@ -155,7 +155,7 @@ FRAMES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-#: with which there is something to pack, and to read, in a short prompt
+# by choice: with which there is something to pack, and to read, in a short prompt
 OPTIONS: dict[str, dict[str, Any]] = {
     "quest": {"page": 3, "least": 1, "layer": 1},
     "squeezed-attention": {"layer": 1},

@@ -502,9 +502,11 @@ def test_two_recipes_are_compared_on_one_picture(house, files):
     assert overlay.divided(overlay.sheet([])) == ""
 
 
-@pytest.mark.parametrize(
-    "name", few(["divprune", "fastv", "snapkv", "pyramiddrop", "adakv", "kivi"], ["fastv", "snapkv"])
-)
+# by choice: before the language model, inside it, and what works on the cache
+EVERY_SITE = ["divprune", "fastv", "snapkv", "pyramiddrop", "adakv", "kivi"]
+
+
+@pytest.mark.parametrize("name", few(EVERY_SITE, ["fastv", "snapkv"]))
 def test_every_layer_has_its_tokens_and_keys(house, files, name):
     """As many as the figures of the call count."""
     exchange = answered(house.engine("picture"), scene(files), name)
