@@ -429,7 +429,7 @@ def accelerate_vlm(
     model : a ``...ForConditionalGeneration`` model of a supported family (or a PEFT model around one). It keeps its class;
         a model that is accelerated already gets the new recipe instead.
     recipe : the name of a recipe or method; a method with its options, such as ``FastV(layer=3)``, also one of a class of yours
-        that is not registered; a :class:`Recipe`, its content as a mapping, or a JSON file; or several of these in a list, in
+        that is not registered; a :class:`Recipe`, its content as a mapping or as JSON, or a JSON file; or several in a list, in
         the order of their sites.
     retain : what is kept of every picture and clip: a float is the share of its visual tokens, an int their number. By default
         as the recipe says.
