@@ -99,6 +99,23 @@ def test_ask_with_everything_kept_agrees(folder, capsys):
     assert report["agreement"]["kl"] < 1e-6 and report["agreement"]["kl_tokens"] == 4
 
 
+@pytest.mark.parametrize("drafts", [["--lookup"], ["--draft", "self"], ["--draft", "draft"]])
+def test_ask_with_drafts_is_lossless(folder, capsys, drafts):
+    """With a recipe that drops all but a few tokens; the table counts forwards and drafts."""
+    drafts = [str(zoo.draft("llava")) if one == "draft" else one for one in drafts]
+    argv = ["ask", "--model", folder / "llava", "--max-new-tokens", 40, folder / "a.png", "what?", "--retain", 4]
+    report = json.loads(output(capsys, *argv, "--recipe", "divprune", "--lossless", *drafts, "--json"))
+    assert report["agreement"]["same_leading_tokens"] == report["full"]["new_tokens"] == 40
+    drafting = report["accelerated"]["stats"]["drafting"]
+    assert drafting["drafted"] > 0 and drafting["verifications"] <= 39
+    assert "drafted tokens accepted" in output(capsys, *argv, "--recipe", "divprune", "--lossless", *drafts)
+
+
+def test_a_server_drafts_for_one_request_at_a_time(capsys):
+    assert main(["serve", "--draft", "small", "--several", "2"]) == 2
+    assert "give --several 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("recipe", ("snapkv", "h2o-decode", "tova"))
 def test_ask_compares_steps_behind_a_compressed_cache(folder, capsys, recipe):
     """The first token comes before anything is evicted, and says nothing of it."""

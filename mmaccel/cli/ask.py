@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from ..errors import MmaccelError
-from .shared.options import Frames, Json, Longest, ModelOptions, RecipeOptions
+from .shared.options import DraftOptions, Frames, Json, Longest, ModelOptions, RecipeOptions
 from .shared.text import json_file, nbytes, seconds, table, tell, working
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ examples:
   mmaccel ask --model ./my-llava photo.jpg "What is on the table?"
   mmaccel ask --model Qwen/Qwen2.5-VL-3B-Instruct --recipe divprune --retain 0.1 a.png b.png "What has changed?"
   mmaccel ask --model ./my-qwen --frames 32 clip.mp4 "What happens?" --json
+  mmaccel ask --model Qwen/Qwen2.5-VL-7B-Instruct --lossless --draft Qwen/Qwen2.5-VL-3B-Instruct --lookup a.png "Read it."
 """
 
 SHIPPED = Path(__file__).parent.parent / "models" / "mini-llava"
@@ -46,6 +47,7 @@ KNOWN = (
 def run(
     which: ModelOptions,
     how: RecipeOptions,
+    drafts: DraftOptions,
     media: Annotated[
         list[str] | None, typer.Argument(metavar="PATH...", help="Pictures, or one video file or folder of frames.")
     ] = None,
@@ -72,14 +74,15 @@ def run(
     from ..accelerate import accelerated
     from ..media.prepare import prepare
 
-    prepared = prepare(processor, chosen)
-    with accelerated(model, chosen, processor=prepared):
+    # what the processor would drop, a model that answers as the full one does must see
+    prepared = processor if drafts.lossless else prepare(processor, chosen)
+    with accelerated(model, chosen, processor=prepared, **drafts.arguments()):
         pass  # reports what the model does not support before the long run
     with working("answering in full and accelerated", 2) as bar:
         full = answer(model, processor, encode(processor, prompt), "none", max_new_tokens)
         bar.advance()
         small = encode(prepared, prompt)
-        fast = answer(model, prepared, small, chosen, max_new_tokens)
+        fast = answer(model, prepared, small, chosen, max_new_tokens, drafts=drafts.arguments())
     report = {
         "model": which.model or str(shipped(video)),
         "device": str(model.device),
@@ -206,9 +209,10 @@ def answer(
     longest: int,
     watch: TokenTimer | None = None,
     after: Callable[[Any, Any], None] | None = None,
+    drafts: Mapping[str, Any] | None = None,
 ) -> Answer:
     """Generate with a recipe and measure. ``watch`` is the streamer; ``after`` is called with the model, still accelerated, and
-    the output of ``generate``."""
+    the output of ``generate``; ``drafts`` are ``lossless``, ``draft`` and ``lookup`` of ``accelerate_vlm``."""
     import torch
 
     from ..accelerate import accelerated
@@ -221,7 +225,7 @@ def answer(
     check_positions(model, get_recipe(recipe), inputs, longest)
     cuda = model.device.type == "cuda"
     watch = watch or TokenTimer()
-    with torch.no_grad(), accelerated(model, recipe, processor=processor):
+    with torch.no_grad(), accelerated(model, recipe, processor=processor, **(drafts or {})):
         with memory_error("give fewer --frames, a smaller picture, or --dtype bfloat16"):
             # kernels of decode steps are compiled when they first run
             steps = min(longest, _WARM_UP)
@@ -304,6 +308,9 @@ def render(report: dict[str, Any]) -> str:
     rates = [full["tokens_per_second"], fast["tokens_per_second"]]
     if None not in rates:
         rows.append(["tokens per second", *(f"{r:.1f}" for r in rates), f"{rates[1] / rates[0]:.2f}x"])
+    if drafting := fast["stats"].get("drafting"):
+        rows.append(["forwards behind the prompt", str(full["new_tokens"] - 1), str(drafting["verifications"]), ""])
+        rows.append(["drafted tokens accepted", "", "{accepted} of {drafted}".format(**drafting), ""])
     add("KV cache", "kv_bytes", nbytes)
     add("peak memory", "peak_memory_bytes", nbytes)
     shown = Path(report["model"]).parent == SHIPPED.parent

@@ -19,7 +19,7 @@ import typer
 
 from ..errors import MmaccelError
 from .ask import load_model, shipped
-from .shared.options import STDOUT, AllowHost, Frames, Json, Longest, ModelOptions, RecipeOptions, Several
+from .shared.options import STDOUT, AllowHost, DraftOptions, Frames, Json, Longest, ModelOptions, RecipeOptions, Several
 from .shared.text import json_file, working, write_json
 
 PLACE = 7
@@ -71,6 +71,7 @@ class Serving:
 def run(
     which: ModelOptions,
     how: RecipeOptions,
+    drafts: DraftOptions,
     serving: Serving,
     frames: Frames = 16,
     max_new_tokens: Longest = 1024,
@@ -79,6 +80,10 @@ def run(
     """Serve until interrupted."""
     if serving.api_key == "":
         raise MmaccelError("--api-key is empty; give a key, or leave it out.")
+    if drafts.draft is not None and serving.several > 1:
+        raise MmaccelError(
+            f"--draft drafts for one request at a time, and --several is {serving.several}; give --several 1."
+        )
     path = json_file(output)
     from ..programs.serve import server
     from ..programs.serve.engine import Limits
@@ -108,6 +113,7 @@ def run(
                 waiting=serving.queue,
                 sources=sources,
                 limits=Limits(serving.time_limit, frames, max_new_tokens),
+                drafts=drafts.arguments(),
             )
         # pages in a browser on this machine must not reach a local server under their own names
         allowed = [serving.host, *(serving.allow_host or ())] if here or serving.allow_host else None

@@ -137,6 +137,32 @@ class RecipeOptions:
         return recipe
 
 
+@dataclass(frozen=True)
+class DraftOptions:
+    """Drafts that the model verifies."""
+
+    lossless: Annotated[
+        bool,
+        typer.Option(
+            "--lossless", help="Answer as the full model does, token for token; the recipe shapes only what drafts."
+        ),
+    ] = False
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Draft with a smaller model of the same family: folder or hub id; self: with the model itself.",
+        ),
+    ] = None
+    lookup: Annotated[
+        bool, typer.Option("--lookup", help="Draft by copying from the prompt's text and from earlier answers.")
+    ] = False
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of ``accelerate_vlm``."""
+        return {"lossless": self.lossless, "draft": self.draft, "lookup": self.lookup}
+
+
 def settings(texts: Sequence[str] | None) -> dict[str, Any]:
     """Options by name, from texts such as ``layer=3``. Raises MmaccelError if a text is no option, its value cannot be read, or
     an option comes twice."""

@@ -117,13 +117,23 @@ def _killing(stop: threading.Event) -> Iterator[Callable[[subprocess.Popen[bytes
 
 class Engine(ModelSlot):
     """A bare ``model`` of a supported family with its ``processor``, on which a recipe stays. Raises MmaccelError if the model
-    cannot honour the recipe."""
+    cannot honour the recipe. ``drafts`` are ``lossless``, ``draft`` and ``lookup`` of ``accelerate_vlm``."""
 
-    def __init__(self, model: Any, processor: Any, recipe: Recipe, sources: Sources, limits: Limits) -> None:
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        recipe: Recipe,
+        sources: Sources,
+        limits: Limits,
+        drafts: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(model, processor, limits.seconds)
         self.recipe, self.sources, self.limits = recipe, sources, limits
-        self._prepared = prepare(processor, recipe)
-        accelerate_vlm(model, recipe, processor=self._prepared)
+        drafts = drafts or {}
+        # what the processor would drop, a model that answers as the full one does must see
+        self._prepared = processor if drafts.get("lossless") else prepare(processor, recipe)
+        accelerate_vlm(model, recipe, processor=self._prepared, **drafts)
         self._positions = position_limit(model)
         ends = model.generation_config.eos_token_id
         self._ends = set(ends) if isinstance(ends, (list, tuple)) else {ends}
@@ -136,7 +146,8 @@ class Engine(ModelSlot):
         if budget is None or budget is True:
             return self._prepared, None
         primary = self.recipe.primary
-        if primary is not None and isinstance(self.recipe.build()[primary][1], FramesMethod):
+        lossless = self.model.mmaccel.drafts.lossless
+        if primary is not None and isinstance(self.recipe.build()[primary][1], FramesMethod) and not lossless:
             # kept of the pixels, before the model sees any
             return prepare(self.processor, self.recipe.override(**budget)), None
         plan_for_call(self.model.mmaccel.plan, budget)

@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -68,17 +69,19 @@ def make_scheduler(
     waiting: int = 16,
     sources: Sources | None = None,
     limits: Limits | None = None,
+    drafts: Mapping[str, Any] | None = None,
 ) -> Scheduler:
     """A model with a recipe, and twins of it that share its weights, as a scheduler. Raises MmaccelError if the model
     cannot honour the recipe.
 
     several : requests that are answered at once.
     waiting : requests that may wait.
+    drafts : ``lossless``, ``draft`` and ``lookup`` of ``accelerate_vlm``.
     """
     # copied while the model is bare
     first = ModelSlot(model, processor, 0)
     pairs = [*(first.twin() for _ in range(several - 1)), (model, processor)]
-    engines = [Engine(*pair, recipe, sources or Sources(), limits or Limits()) for pair in pairs]
+    engines = [Engine(*pair, recipe, sources or Sources(), limits or Limits(), drafts) for pair in pairs]
     return Scheduler(engines, waiting)
 
 

@@ -1,0 +1,139 @@
+"""Measure decoding with drafts that copy: tokens a forward, and seconds beside plain decoding.
+
+Asks ``smol-pages`` (SmolLM2-135M-Instruct behind the classes of LLaVA) about pages of text, in pairs: without drafts, and with
+``lossless=True, lookup=...``. Every pair must give the same tokens; in float32 the command ends with 1 if one does not. Tasks:
+
+- ``read``: a long answer, copied from the page, whose words are in no token that a drafter sees; drafts can only cost.
+- ``again``: the same question in the next turn of the conversation, whose prompt holds the first answer.
+- ``others``: the same question again in a new conversation; only earlier answers hold the words.
+
+    python benchmarks/lossless.py --questions 12 --out benchmarks/results/lossless-cpu.json --update docs/guides/lossless.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pages
+import torch
+from tqdm import tqdm
+
+from mmaccel import load
+from mmaccel.accelerate import accelerate_vlm
+from mmaccel.cli.shared.text import markdown, put_between, write_json
+from mmaccel.decoding.drafters import DRAFTERS
+from mmaccel.programs.bench import provenance
+from mmaccel.suite import Page
+
+TASKS = ("read", "again", "others")
+LONGEST = 64
+
+
+def prompts(model: Any, processor: Any, one: Page) -> dict[str, dict[str, Any]]:
+    """The inputs of every task for a page; those of ``again`` follow the bare model's first answer."""
+    first = pages.inputs_of(model, processor, [one])
+    told = model.generate(**first, max_new_tokens=LONGEST, do_sample=False, mmaccel=False)[0].tolist()
+    twice = replace(one, questions=(one.questions[0],) * 2)
+    ids = torch.tensor([told + pages.next_turn(processor, twice, told)])
+    again = {**first, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {"read": first, "again": again, "others": first}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Answer every question of every task with and without drafts, in turn."""
+    torch.set_num_threads(options.threads)
+    model, processor = load("smol-pages", device="cpu", dtype="float32")
+    (batches,) = [list(pages.asked(processor, model.config.image_seq_length, "test", ["long"], options.questions, 1))]
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    with tqdm(total=len(batches) * len(TASKS) * len(options.drafters), unit="pair") as bar:
+        for drafter in options.drafters:
+            for (one,) in batches:
+                accelerate_vlm(model, "none", lossless=True, lookup=drafter)
+                for task, inputs in prompts(model, processor, one).items():
+                    rows.setdefault((task, drafter), []).append(pair(model, inputs))
+                    bar.update()
+                model.mmaccel.remove()
+    return {
+        "rows": [{"task": task, "drafter": drafter, **summary(found)} for (task, drafter), found in rows.items()],
+        "questions": options.questions,
+        "threads": options.threads,
+        "dtype": "float32",
+        "processor": provenance.processor(),
+        "date": provenance.today(),
+        "versions": provenance.versions(),
+    }
+
+
+def pair(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """One answer without and with drafts."""
+
+    def answer(**how: Any) -> tuple[torch.Tensor, float]:
+        begin = time.perf_counter()
+        return model.generate(**inputs, max_new_tokens=LONGEST, do_sample=False, **how), time.perf_counter() - begin
+
+    (plain, bare_s), (out, drafted_s) = answer(mmaccel=False), answer()
+    return {"same": torch.equal(plain, out), "ratio": bare_s / drafted_s, **model.mmaccel.stats().drafting}
+
+
+def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Sums over answers, tokens a forward behind the prompt, and the median of the ratios of times."""
+    sums = {name: sum(one[name] for one in found) for name in ("tokens", "verifications", "drafted", "accepted")}
+    return {
+        **sums,
+        "same": sum(one["same"] for one in found),
+        "answers": len(found),
+        # the first token comes with the prompt
+        "tokens_a_forward": (sums["tokens"] - len(found)) / max(1, sums["verifications"]),
+        "times_as_fast": statistics.median(one["ratio"] for one in found),
+        "spread": [min(one["ratio"] for one in found), max(one["ratio"] for one in found)],
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    head = ["task", "drafter", "same answers", "tokens a forward", "drafts accepted", "times as fast (least, most)"]
+    lines = [
+        [
+            row["task"],
+            row["drafter"],
+            f"{row['same']} of {row['answers']}",
+            f"{row['tokens_a_forward']:.2f}",
+            f"{row['accepted']} of {row['drafted']}",
+            f"{row['times_as_fast']:.2f} ({row['spread'][0]:.2f}, {row['spread'][1]:.2f})",
+        ]
+        for row in report["rows"]
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return (
+        f"{markdown([head, *lines])}\n\n`python benchmarks/lossless.py --questions {report['questions']}`, float32, threads: "
+        f"{report['threads']}, {versions}."
+    )
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--questions", type=int, default=12, help="pages")
+    parser.add_argument("--drafters", nargs="+", default=["suffixdecoding"], choices=list(DRAFTERS))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="write the report here as JSON")
+    parser.add_argument("--update", type=Path, help="put the table between <!-- lossless --> marks of this page")
+    options = parser.parse_args()
+    report = measure(options)
+    text = table(report)
+    print(text)
+    if options.out:
+        write_json(options.out, report)
+    if options.update:
+        put_between(options.update, "lossless", text)
+    return 0 if all(row["same"] == row["answers"] for row in report["rows"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
