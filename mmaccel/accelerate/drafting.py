@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from ..core.transformers_api import cache_names
 from ..decoding.drafters import DEFAULT, get_drafter
 from ..errors import MmaccelError, UnsupportedError
@@ -47,6 +49,8 @@ class Drafts:
                 "draft='self' needs lossless=True: without it the model that drafts and the one that verifies are the same; "
                 "give lossless=True, or draft= a smaller model."
             )
+        #: seconds of forwards, by the rows of a call
+        self.costs: dict[int, Costs] = {}
         #: the model that drafts, with the handle that reduces its prompts; None before :meth:`load`
         self.family: Family | None = None
         #: the drafter that copies, and the answers that it has seen; None without one
@@ -93,7 +97,12 @@ class Drafts:
                 sources.append(ModelDraft(SELF, model, prompt, {"mmaccel": asked}))
             return sources
 
-        decoder = Decoder(Drafting(make, forbidden), streamer=given.get("streamer"), remember=self._remember)
+        # the first call finds out what forwards of a batch of this size cost
+        rows = len(ids) if isinstance(ids := given.get("input_ids"), Tensor) else 1
+        costs = self.costs.setdefault(rows, Costs())
+        decoder = Decoder(
+            Drafting(make, forbidden, costs=costs), streamer=given.get("streamer"), remember=self._remember
+        )
         return decoder
 
     @property
@@ -105,7 +114,7 @@ class Drafts:
         """Whether the model may draft for itself and gain: every draft step reads all weights, and saves keys alone."""
         weights = sum(weight.numel() * weight.element_size() for weight in family.text.parameters())
         price = weights / (weights + cache_bytes(reader.cache))
-        if best_length(HOPE, price, Costs(), 8)[1] > 1:
+        if best_length(HOPE, price, Costs(), 8)[0]:
             return True
         drafting.notes.append(
             f"the model does not draft for itself: it would read its weights at every draft step, {price:.0%} of what a step "

@@ -405,6 +405,10 @@ def coming_back(
     return Seen(prompt, later, held=held)
 
 
+class ChoseDifferently(AssertionError):
+    """A forward and ``generate`` chose other tokens of one prompt."""
+
+
 def record(
     family: str, feed: Any, what: Recipe, forced: Tensor, processor: bool = True, model: Any = None, **overrides: Any
 ) -> Record:
@@ -432,7 +436,8 @@ def record(
             back = coming_back(family, model, feed, held, chosen, [1] * (forced.shape[1] - 1))
     later = stored(model, feed, cache)
     if direct is not None:
-        assert torch.equal(direct.kept, reduction.kept), "forward and generate chose differently"
+        if not torch.equal(direct.kept, reduction.kept):
+            raise ChoseDifferently("forward and generate chose differently")
     if back is not None:
         return Record(prompt, steps, reduction, back)
     seen = Seen([heads.any(1) for heads in (before or later)], later, states)

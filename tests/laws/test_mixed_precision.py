@@ -143,16 +143,27 @@ def test_keeping_everything_under_autocast(family, name, kind):
     oracle.close(got[1], wanted[1], NOISE * noise(family, kind), "decoded logits")
 
 
+def unambiguous(family, name, kind):
+    """The first of three prompts of which a forward and ``generate`` choose the same tokens, and what is recorded of it: where
+    scores are nearly equal, half precision may round both apart."""
+    for seed in range(3):
+        feed = zoo.inputs(family, kind, seed=seed)
+        forced = oracle.force(family, len(feed["input_ids"]))
+        try:
+            return feed, forced, oracle.record(family, feed, oracle.recipe(name, family), forced)
+        except oracle.ChoseDifferently:
+            continue
+    raise AssertionError("forward and generate chose differently for three prompts")
+
+
 @pytest.mark.square(
     ("family", "name", "kind"),
     oracle.in_turn([(f, name) for f in zoo.FAMILIES for name in DROPPING if oracle.fits(name, f)], zoo.kinds),
 )
 def test_dropping_is_hiding_under_autocast(family, name, kind):
     kind = kind if kind != "text" else "image"
-    feed = zoo.inputs(family, kind)
-    forced = oracle.force(family, len(feed["input_ids"]))
     with PRECISIONS[0].on():
-        got = oracle.record(family, feed, oracle.recipe(name, family), forced)
+        feed, forced, got = unambiguous(family, name, kind)
         prompt, steps = oracle.replay(family, feed, forced, got.seen)
     oracle.close(got.prompt[got.kept], prompt[got.kept], NOISE * noise(family, kind), "prompt logits")
     oracle.close(got.steps, steps, NOISE * noise(family, kind), "decoded logits")

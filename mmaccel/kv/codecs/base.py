@@ -16,7 +16,7 @@ from torch import Tensor
 from ...errors import MmaccelError
 from ...method import Method
 from ...method.refused import described, refuse
-from ...method.results import check_slots, check_tensor, check_type, check_within, on_host
+from ...method.results import check_slots, check_tensor, check_type, check_within
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,9 @@ class Codec(Method):
         return (lengths - self.residual).clamp(min=0) // self.page * self.page
 
     def due(self, lengths: Tensor) -> Tensor:
-        """Result of :meth:`packable`, validated: whole pages of the ``lengths``."""
+        """Result of :meth:`packable`, validated: at most the ``lengths``."""
         due = check_tensor(self, "packable()", self.packable(lengths), "integer", lengths.shape, lengths)
         check_within(self, "packable()", due, 0, lengths)
-        if on_host(due) and bool((due % self.page).any()):
-            refuse(self, "packable()", "parts of pages", f"multiples of {self.page}, the tokens of a page")
         return due
 
     def pack(

@@ -16,12 +16,16 @@ from .rows import Row
 
 #: the longest draft of a block
 LONGEST = 16
+#: tokens of a draft that is made only to see whether it would have been right
+WATCHED = 4
 
 
 class Source(Protocol):
     """Proposes tokens for all rows of a call."""
 
     name: str
+    #: whether drafts cost next to nothing, so that they may be made to see whether they would have been right
+    free: bool
 
     def prepare(self, rows: Sequence[Row]) -> None:
         """Called once before the first draft."""
@@ -37,7 +41,7 @@ class Copying:
     """
 
     def __init__(self, name: str, make: Callable[[], Drafter], skipped: frozenset[int] = frozenset()) -> None:
-        self.name, self.make, self.skipped = name, make, skipped
+        self.name, self.free, self.make, self.skipped = name, True, make, skipped
         self.drafters: list[Drafter] = []
         self.prompts: list[list[int]] = []
 
@@ -72,6 +76,7 @@ class Drafting:
     so far (:mod:`.length`); the next source is asked where it proposes nothing. A source that raises is dropped, with a note.
 
     sources : made behind the prompt, by :meth:`begin`.
+    costs : seconds of forwards, which later calls of as many rows begin with.
     forbidden : ids that no draft may hold, such as placeholders of pictures.
     notes : what the numbers do not show, in words.
     """
@@ -89,6 +94,8 @@ class Drafting:
     rates: list[dict[str, Acceptance]] = field(default_factory=list)
     chosen: list[str | None] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)
+    #: drafts that are not verified, by row and source: the place where they would begin, and their tokens
+    watched: dict[tuple[int, str], tuple[int, list[int]]] = field(default_factory=dict)
 
     def begin(self, rows: Sequence[Row], reader: Reader) -> None:
         """Make the sources; called when the model has read the prompt."""
@@ -125,7 +132,30 @@ class Drafting:
                 for number, draft in enumerate(self._ask(source, rows, most)):
                     if draft and not drafts[number]:
                         drafts[number], self.chosen[number] = draft, source.name
+            if source.free:
+                self._watch(source, rows, [not count and space > 0 for count, space in zip(most, room, strict=True)])
         return drafts
+
+    def _watch(self, source: Source, rows: Sequence[Row], wanted: Sequence[bool]) -> None:
+        """Draft for rows that verify nothing of a source that is free, to see later whether it would have been right."""
+        missing = [
+            WATCHED if want and (number, source.name) not in self.watched else 0 for number, want in enumerate(wanted)
+        ]
+        if any(missing):
+            for number, draft in enumerate(self._ask(source, rows, missing)):
+                if draft:
+                    self.watched[number, source.name] = len(rows[number].tokens), draft
+
+    def _see(self, rows: Sequence[Row]) -> None:
+        """Note which watched drafts were right, as soon as the answer is long enough to tell."""
+        for (number, name), (at, draft) in list(self.watched.items()):
+            said = rows[number].tokens[at : at + len(draft)]
+            right = next(
+                (place for place, pair in enumerate(zip(said, draft, strict=False)) if pair[0] != pair[1]), len(said)
+            )
+            if right < len(said) or len(said) == len(draft):
+                self.rates[number][name].add(right, len(draft))
+                del self.watched[number, name]
 
     def note(
         self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], accepted: Sequence[int], length: int, seconds: float
@@ -141,8 +171,10 @@ class Drafting:
                 figures.drafted += len(draft)
                 figures.accepted += right
         self.tokens += sum(right + 1 for right, row in zip(accepted, rows, strict=True))
-        for name in self.asked:
-            self._rest(name)
+        self._see(rows)
+        for source in self.sources:
+            if source.name in self.asked and not source.free:
+                self._rest(source.name)
 
     def end(self, rows: Sequence[Row]) -> None:
         """Close the figures of the call."""
@@ -150,10 +182,10 @@ class Drafting:
 
     # --- what pays ------------------------------------------------------------------------------------------------
     def _length(self, source: Source, number: int, space: int) -> int:
-        """How many tokens a row asks a source for; a source that does not pay, and whose pause is over, for a trial."""
+        """How many tokens a row asks a source for; one that does not pay, and whose pause is over, for a trial."""
         rate = self.rates[number][source.name].rate
         length, _ = best_length(rate, self._seconds(source), self.costs, space)
-        return length or min(TRIAL, space)
+        return length or (0 if source.free else min(TRIAL, space))
 
     def _promise(self, source: Source, rows: Sequence[Row]) -> float:
         """By which factor a source is expected to speed up the row for which it does best."""
@@ -163,7 +195,7 @@ class Drafting:
     def _seconds(self, source: Source) -> float:
         """Seconds a drafted token; before it was measured, a tenth of a forward."""
         price = self.prices[source.name].seconds
-        return 0.1 * self.costs.line()[0] if price is None else price
+        return 0.1 * self.costs.seconds(1) if price is None else price
 
     def _rest(self, name: str) -> None:
         """Let a source rest where it pays for no row."""

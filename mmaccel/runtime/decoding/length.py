@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 HALF_LIFE = 8.0
 DECAY = 0.5 ** (1 / HALF_LIFE)
 #: acceptance before anything was measured, and the number of tested tokens that this guess weighs
-PRIOR, WEIGHT = 0.6, 2.0
+PRIOR, WEIGHT = 0.5, 2.0
 #: share of a forward over one token that each further token adds, before anything was measured
 SLOPE = 0.03
 #: a source that does not pay is tried again after so many blocks, and after twice as many each time that it still does not, but
-#: at most after LONGEST_PAUSE; it is tried with so many tokens
+#: at most after LONGEST_PAUSE; it is tried with TRIAL tokens
 PAUSE, LONGEST_PAUSE, TRIAL = 8, 256, 2
+#: drafts that promise less are not verified: what is promised is a guess
+LEAST = 1.05
 
 
 def expected(acceptance: float, length: int) -> float:
@@ -47,24 +49,42 @@ class Acceptance:
 
 @dataclass
 class Costs:
-    """Seconds of a forward as a straight line over the number of its tokens, fitted to those of recent blocks."""
+    """Seconds of forwards: of those over one token, and of longer ones as a straight line over the number of their tokens.
 
-    sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+    They stand apart because a forward over several tokens may run other kernels, and cost twice as much as one over a single
+    token, however few they are.
+    """
+
+    single: list[float] = field(default_factory=lambda: [0.0] * 2)
+    longer: list[float] = field(default_factory=lambda: [0.0] * 5)
 
     def add(self, tokens: int, seconds: float) -> None:
         """Note a forward over ``tokens`` tokens of every row."""
         x = tokens - 1.0
-        new = (1.0, x, seconds, x * x, x * seconds)
-        self.sums = [old * DECAY + value for old, value in zip(self.sums, new, strict=True)]
+        if x:
+            self.longer = _added(self.longer, (1.0, x, seconds, x * x, x * seconds))
+        else:
+            self.single = _added(self.single, (1.0, seconds))
 
-    def line(self) -> tuple[float, float]:
-        """Seconds of a forward over one token, and of every further one; ``(1, SLOPE)`` before the first block."""
-        count, x, y, xx, xy = self.sums
-        if not count or y <= 0:
-            return 1.0, SLOPE
+    def seconds(self, tokens: int) -> float:
+        """Seconds of a forward over ``tokens`` tokens; 1 for a single one before anything was measured."""
+        count, x, y, xx, xy = self.longer
+        if tokens == 1 or not count:
+            one = (
+                self.single[1] / self.single[0]
+                if self.single[0]
+                else y / count / (1 + SLOPE * x / count)
+                if count
+                else 1.0
+            )
+            return one * (1 + SLOPE * (tokens - 1))
         prior = SLOPE * y / count
         slope = max(0.0, (xy - x * y / count + 4 * prior) / (xx - x * x / count + 4))
-        return max((y - slope * x) / count, 0.05 * y / count), slope
+        return max((y - slope * x) / count + slope * (tokens - 1), self.seconds(1))
+
+
+def _added(sums: list[float], new: tuple[float, ...]) -> list[float]:
+    return [old * DECAY + value for old, value in zip(sums, new, strict=True)]
 
 
 @dataclass
@@ -87,10 +107,9 @@ def best_length(acceptance: float, price: float, costs: Costs, most: int) -> tup
 
     ``price`` : seconds a drafted token.
     """
-    one, further = costs.line()
-    found, gain = 0, 1.0
+    one, found, gain = costs.seconds(1), 0, 1.0
     for length in range(1, most + 1):
-        ratio = expected(acceptance, length) * one / (length * price + one + length * further)
-        if ratio > gain:
+        ratio = expected(acceptance, length) * one / (length * price + costs.seconds(length + 1))
+        if ratio > max(gain, LEAST):
             found, gain = length, ratio
     return found, gain

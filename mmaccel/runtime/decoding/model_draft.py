@@ -28,7 +28,8 @@ class ModelDraft:
     """
 
     def __init__(self, name: str, model: Any, given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        self.name, self.model, self.given, self.options = name, model, dict(given), dict(options)
+        self.name, self.free, self.model = name, False, model
+        self.given, self.options = dict(given), dict(options)
         self.reader: Reader | None = None
         self.held: list[Any] = []
         #: of every row: how many of its tokens the cache holds, and what was read since the last draft began
