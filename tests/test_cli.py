@@ -111,6 +111,15 @@ def test_ask_with_drafts_is_lossless(folder, capsys, drafts):
     assert "drafted tokens accepted" in output(capsys, *argv, "--recipe", "divprune", "--lossless", *drafts)
 
 
+def test_ask_says_what_a_shipped_model_knows(folder, capsys):
+    """Whether it is named by its short name or its folder, or not at all."""
+    said = [
+        ask.KNOWN in output(capsys, "ask", *model, "--max-new-tokens", 2, folder / "a.png", "what?")
+        for model in ([], ["--model", "mini-llava"], ["--model", ask.SHIPPED], ["--model", folder / "llava"])
+    ]
+    assert said == [True, True, True, False]
+
+
 def test_a_server_drafts_for_one_request_at_a_time(capsys):
     assert main(["serve", "--draft", "small", "--several", "2"]) == 2
     assert "give --several 1" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from ..core.shipped_models import located, shipped_models
 from ..errors import MmaccelError
 from .shared.options import DraftOptions, Frames, Json, Longest, ModelOptions, RecipeOptions
 from .shared.text import json_file, nbytes, seconds, table, tell, working
@@ -313,7 +314,7 @@ def render(report: dict[str, Any]) -> str:
         rows.append(["drafted tokens accepted", "", "{accepted} of {drafted}".format(**drafting), ""])
     add("KV cache", "kv_bytes", nbytes)
     add("peak memory", "peak_memory_bytes", nbytes)
-    shown = Path(report["model"]).parent == SHIPPED.parent
+    shown = Path(located(report["model"])) in shipped_models().values()
     verdict = "the answers are equal" if agree["same_answer"] else "the answers differ"
     return "\n".join(
         [
