@@ -22,7 +22,7 @@ from mmaccel.method import ProjectorMethod
 
 SHIPPED = Path(mmaccel.__file__).parent / "models"
 #: what says what a text is, and nothing to be shown
-PLAIN = ("__version__",)
+PLAIN = ("__version__", "RecipeName")  # a text and a type
 
 
 @functools.cache

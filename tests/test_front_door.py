@@ -196,7 +196,7 @@ def test_papers_that_are_not_here_are_not_here() -> None:
 
 def test_what_matters_is_in_the_signatures() -> None:
     names = ["model", "recipe", "retain", "processor", "positions", "variant", "text_retain", "proportional", "kernels"]
-    names += ["options"]
+    names += ["lossless", "draft", "lookup", "options"]
     assert list(inspect.signature(accelerate_vlm).parameters) == names
     assert list(inspect.signature(accelerated).parameters) == names
     for function in (accelerate_encoder, accelerated_encoder):
@@ -265,6 +265,7 @@ CALL: dict[str, Any] = {
     "notes": ["<b> & co"],
     "decode_steps": 3,
     "captured_steps": 0,
+    "drafting": {},
     "uncaptured": "",
     "tokens_returned": 0,
     "seconds": {"selection": 0.003, "prefill": 1.25, "packing": 0.0001},

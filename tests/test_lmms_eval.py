@@ -152,7 +152,7 @@ def test_recipes_on_pixels_reach_the_processor(stand_in):
         ({"retain": "abc"}, "retain='abc' is not a budget"),
         ({"recipe": "none", "retain": 0.5}, "Recipe 'none' drops nothing"),
         ({"recipe": "snapkv", "positions": "gap"}, "positions='gap' is about tokens that are dropped"),
-        ({"max_frames": 8}, "'max_frames' is not an option of recipe 'balanced'"),
+        ({"max_frames": 8}, "max_frames=8: 'max_frames' is not an option of recipe 'balanced'"),
     ],
 )
 def test_what_is_of_no_use_is_said_in_a_sentence_before_the_model_is_loaded(stand_in, arguments, sentence):

@@ -268,6 +268,7 @@ def test_every_file_of_the_command_line_is_a_command() -> None:
             "methods",
             "doctor",
             "selfcheck",
+            "completion",
         )
     ]
     page = (ROOT / "docs" / "guides" / "command-line.md").read_text(encoding="utf-8")

@@ -271,8 +271,8 @@ def test_the_table_has_the_best_row_first() -> None:
     found["machine"] = {"processor": "a CPU (x86-64)", "threads": 2}
     text = bench.table(found | {"command": "python benchmarks/pages.py", "date": "2026-11-26", "dtype": "bfloat16"})
     lines = text.splitlines()
-    assert lines[2].startswith("| `none` |  | 100.0% (40 to 100) | 4 | 1.0 | 4/4 |")
-    assert lines[3].startswith("| `knorm chunk=8` | 0.1 | 25.0% (1 to 81) | 4 |  | 1/4 |")
+    assert lines[2].startswith("| `none` |  | 100.0% of 4 (39.8 to 100.0) | 1.0 |")
+    assert lines[3].startswith("| `knorm chunk=8` | 0.1 | 25.0% of 4 (")
     assert "- `sttm:0.5`: It is for clips." in lines and "bfloat16, a CPU (x86-64), threads 2, torch 2.14" in text
 
 

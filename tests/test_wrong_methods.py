@@ -220,7 +220,7 @@ def named(call: Callable[[], Any], name: str, returned: str) -> None:
         ("quest", "summarise", {"shape": lambda made: {k: x[:0] for k, x in made.items()}, "nothing": dict.fromkeys}),
         ("quest", "summarise", {**OBJECTS, "device": FIGURES["device"]}),
         ("quest", "wanted", COUNTS),
-        ("squeezed-attention", "level", {**WRONG, **MASK, **NAN}),
+        ("squeezed-attention", "level", {**WRONG, **MASK}),
         ("quest", "rate", {**WRONG, **MASK, **NAN}),
         ("quest", "pick", PICKED),
         ("speckv", "score", {**WRONG, **NAN}),

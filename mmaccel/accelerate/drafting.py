@@ -130,7 +130,9 @@ class Drafts:
 
 def _of_generate() -> frozenset[str]:
     """Names of arguments of ``generate`` that do not describe a prompt."""
-    from transformers import GenerationConfig, GenerationMixin
+    from transformers import GenerationConfig
+
+    from ..core.transformers_api import GenerationMixin
 
     own = inspect.signature(GenerationMixin.generate).parameters
     return frozenset({*own, *GenerationConfig().to_dict(), *cache_names(), "tokenizer", "mmaccel"})

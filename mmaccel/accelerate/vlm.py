@@ -23,6 +23,7 @@ from ..families import Family, family_of
 from ..families.base import Wrapper
 from ..kv.cache import state_of, static_view_of
 from ..recipe import Positions, Proportional, Recipe, RecipeLike, Variant, get_recipe
+from ..recipe.recipe import overrides
 from ..runtime.build import make_runs, plan_for_call, plan_model
 from ..runtime.cache.eviction import hook_queries
 from ..runtime.call.attention import TEXT
@@ -487,6 +488,9 @@ def accelerate_vlm(
     <mmaccel on llava: divprune+fastv+kivi (divprune 9.8 %; fastv 10 %, layer=3; kivi, bits=4)>
     >>> model.mmaccel.remove()
     """
+    if draft is not None and not lossless and "draft" in overrides(get_recipe(recipe)):
+        # the draft of a method that looks at one
+        options, draft = {**options, "draft": draft}, None
     chosen = get_recipe(
         recipe,
         retain=retain,
@@ -562,7 +566,7 @@ def handle(model: nn.Module) -> Accelerator:
 
     Examples
     --------
-    >>> model = accelerate_vlm(model, "divprune")
+    >>> model = accelerate_vlm(model, "divprune", retain=0.25)
     >>> tokens = model.generate(**inputs, max_new_tokens=4)
     >>> handle(model).stats().visual_tokens_kept
     49

@@ -93,8 +93,8 @@ class CallStats(Figures):
             yield f"{self.prompt_tokens:,} tokens, none of them visual"
         if self.kv_bytes:
             yield f"KV {_bytes(self.kv_bytes_bare, self.kv_bytes)}"
-        if self.drafting:
-            yield "{accepted:,} of {drafted:,} drafted tokens accepted".format(**self.drafting)
+        if drafting := self.get("drafting"):
+            yield "{accepted:,} of {drafted:,} drafted tokens accepted".format(**drafting)
         took = {name: self.seconds.get(name, 0.0) for name in ("selection", "packing")}
         yield from (f"{name} {_time(value)}" for name, value in took.items() if value >= LEAST)
 

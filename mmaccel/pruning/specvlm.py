@@ -68,13 +68,14 @@ class SpecVLM(DraftMethod):
         score, valid = tokens.signals["draft_match"].masked_fill(~tokens.valid, 0.0), tokens.valid
         count, size = count.to(score.device)[:, None], valid.sum(1, keepdim=True)
         order = score.masked_fill(~valid, -torch.inf).argsort(dim=1, descending=True, stable=True)
+        slot = torch.arange(score.shape[1], device=score.device).expand_as(score)
         if self.of == "attention":
             held = score.gather(1, order).cumsum(1)
-            first = 1 + (held < score.sum(1, keepdim=True) * self.part).sum(1, keepdim=True)
+            below = (held < score.sum(1, keepdim=True) * self.part) & (slot < size)
+            first = 1 + below.sum(1, keepdim=True)
         else:
             first = (size.double() * self.part).long()
         first = torch.minimum(first, count)
-        slot = torch.arange(score.shape[1], device=score.device).expand_as(score)
         kept = torch.zeros_like(valid).scatter(1, order, slot < first) & valid
         left = valid & ~kept
         behind, rest = size - first - 1, count - first

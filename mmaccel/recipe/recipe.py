@@ -86,7 +86,9 @@ class Stage:
                 value = value.model
             if not _fits(value, hint):
                 wanted = hint.__name__ if isinstance(hint, type) else hint
-                raise MmaccelError(f"Method {self.method!r}: {option}={value!r} is of the wrong type; give {wanted}.")
+                raise MmaccelError(
+                    f"Method {self.method!r}: {option}={Loaded.of(value)!r} is of the wrong type; give {wanted}."
+                )
             options[option] = value
         try:
             return cls(**options)

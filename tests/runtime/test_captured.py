@@ -134,7 +134,9 @@ def test_a_recorded_step_is_replayed(graphs: None, family: str, recipe: str, kin
     """All but the first two, which are recorded and compared; nobody asked for it."""
     wanted, got, stats, watch = both(family, recipe, kind, steps, "replay")
     agree(wanted, got)
-    assert stats["captured_steps"] == steps - 2 and stats["decode_steps"] == steps and stats["uncaptured"] == ""
+    assert stats["captured_steps"] == steps - 2 and stats["decode_steps"] == steps and stats["uncaptured"] == "", stats[
+        "uncaptured"
+    ]
     assert all(seen == watch.seen[0] for seen in watch.seen)
 
 
@@ -161,7 +163,9 @@ def test_steps_that_pack_are_ordinary(form: str) -> None:
     family, kind, stages, ordinary = PACKED[form]
     wanted, got, stats, watch = both(family, Recipe(form, tuple(Stage(*stage) for stage in stages)), kind, 100)
     agree(wanted, got)
-    assert (stats["captured_steps"], stats["decode_steps"]) == (100 - ordinary, 100) and stats["uncaptured"] == ""
+    assert (stats["captured_steps"], stats["decode_steps"]) == (100 - ordinary, 100) and stats["uncaptured"] == "", (
+        stats["uncaptured"]
+    )
     assert len(watch.seen) == 100 - ordinary and len(list(itertools.groupby(watch.seen))) <= ordinary + 1
     assert counters["stats"]["unique_graphs"] <= 3 and not counters["graph_break"]
     assert any(layer.packed.any_pages for layer in watch.mine.mmaccel.layers)
@@ -264,7 +268,9 @@ def test_steps_that_read_some_keys_are_replayed(graphs: None, monkeypatch: pytes
     wanted, got, stats, _ = both(family, made, kind, 40, "replay")
     agree(wanted, got)
     stretches = 1 if "pages" not in name else 4
-    assert stats["captured_steps"] >= 40 - SETTLING[name] - 3 * stretches and stats["uncaptured"] == ""
+    assert stats["captured_steps"] >= 40 - SETTLING[name] - 3 * stretches and stats["uncaptured"] == "", stats[
+        "uncaptured"
+    ]
 
 
 # by choice: layers stored in every way, and steps that read some keys, under windows in all layers and in some
@@ -388,7 +394,9 @@ def test_steps_between_two_packings_are_replayed(graphs: None, monkeypatch: pyte
     wanted, got, stats, _ = both(family, Recipe(form, tuple(Stage(*stage) for stage in stages)), kind, 100, "replay")
     agree(wanted, got)
     # the first two of every stretch, and stretches of three or fewer
-    assert stats["captured_steps"] >= 100 - ordinary - 3 * (ordinary + 1) and stats["uncaptured"] == ""
+    assert stats["captured_steps"] >= 100 - ordinary - 3 * (ordinary + 1) and stats["uncaptured"] == "", stats[
+        "uncaptured"
+    ]
 
 
 @pytest.mark.full

@@ -151,7 +151,7 @@ def test_a_worker_tells_everything_once(monkeypatch: pytest.MonkeyPatch) -> None
         return [list(map(cluster._unpack, rows["output"])) for rows in worker({"job": [cluster._pack(job)]})]
 
     monkeypatch.setattr(cluster, "VideoAnswerer", Answerer)
-    worker = cluster._Worker(settings())
+    worker = cluster._Worker(settings(), ())
     for done in (set(), {"0 what?"}):
         *records, last = told(worker, questions, done)
         assert records == [["smaller", one.record("x")] for one in questions]
@@ -163,7 +163,7 @@ def test_a_worker_tells_everything_once(monkeypatch: pytest.MonkeyPatch) -> None
         raise MmaccelError("no such model")
 
     monkeypatch.setattr(cluster, "VideoAnswerer", refused)
-    ((error,),) = told(cluster._Worker(settings()), questions, set())
+    ((error,),) = told(cluster._Worker(settings(), ()), questions, set())
     assert isinstance(error, MmaccelError) and str(error) == "no such model"
 
 

@@ -22,9 +22,9 @@ from ...kv.packed import QuantisedLayer
 from ...kv.shared import Shared
 from ...kv.sparse import Candidates, Choices, LayerRead, SparseMemory, SparseRead
 from ...kv.static_view import StaticLayerView
-from ...method import KeyUnits, LayerAttention, Observed, Picked, Policy, ReadingPolicy, ReadStep
+from ...method import KeyUnits, LayerAttention, Observed, Picked, Policy, ReadingPolicy, ReadStep, results
 from ...method.refused import described, refuse
-from ...method.results import check_numbers, check_rows, check_slots, check_tensor, check_type, check_within, on_host
+from ...method.results import check_rows, check_slots, check_tensor, check_type, check_within
 
 #: entries of keys that are looked at together at the end of a prompt: layers of a short one at once, of a long one alone
 TOGETHER = 1 << 24
@@ -147,7 +147,7 @@ def _chosen(
 def _check_picked(policy: ReadingPolicy, picked: Picked, count: int) -> None:
     """Validate on the CPU the units that were picked of ``count``: ascending, each once. Behind them ``count`` is a filler."""
     units, counts = picked
-    if not on_host(units):
+    if not results.on_host(units):
         return
     check_within(policy, "pick() (`counts`)", counts, 0, torch.tensor(units.shape[2]))
     check_slots(policy, "pick() (`units`)", units, count + 1)
@@ -285,7 +285,6 @@ def prepare_reads(
         share = (memory.count.to(size.device) / size).clamp(max=1)
         level = policy.level(observed, share) if observed else torch.zeros_like(share)
         level, before = check_tensor(policy, "level()", level, "float", share.shape, share), memory.level
-        check_numbers(policy, "level()", level)
         if before is not None and text_rows is not None:
             level = torch.where(text_rows.to(level.device), before.to(level), level)
         memory.level = level
