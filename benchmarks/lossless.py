@@ -111,8 +111,8 @@ def table(report: dict[str, Any]) -> str:
     ]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     return (
-        f"{markdown([head, *lines])}\n\n`python benchmarks/lossless.py --questions {report['questions']}`, float32, threads: "
-        f"{report['threads']}, {versions}."
+        f"{markdown([head, *lines])}\n\n`python benchmarks/lossless.py --questions {report['questions']}`, float32, "
+        f"{report['processor']}, threads: {report['threads']}, {versions}, {report['date']}."
     )
 
 

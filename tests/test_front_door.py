@@ -287,6 +287,17 @@ def test_figures_in_one_line(changes: dict[str, Any], line: str) -> None:
     assert repr(CallStats({**CALL, **changes})) == line
 
 
+def test_figures_of_drafts_are_counts_and_seconds_in_a_table() -> None:
+    source = {"drafted": 1200, "accepted": 900, "seconds": 0.5, "prepare_seconds": 0.0}
+    drafting = {"tokens": 2000, "drafted": 1200, "accepted": 900, "verify_seconds": 1.5, "sources": {"self": source}}
+    shown = CallStats({**CALL, "drafting": drafting})
+    assert "900 of 1,200 drafted tokens accepted" in repr(shown)
+    cell = (
+        "tokens 2,000, drafted 1,200, accepted 900, verify_seconds 1.5 s, sources (self (drafted 1,200, accepted 900, "
+    )
+    assert f"<td>{cell}seconds 500 ms, prepare_seconds &lt;1 ms))</td>" in shown._repr_html_()
+
+
 def test_figures_read_as_a_dict_as_attributes_and_as_a_table() -> None:
     said = CallStats(CALL)
     assert said["kv_bytes"] == said.kv_bytes and "notes" in said and said == CALL and dict(said) == CALL

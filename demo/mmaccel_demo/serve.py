@@ -32,6 +32,8 @@ from .page import build
 _HERE = Path(__file__).parent
 #: questions that may wait
 _WAITING = 16
+#: seconds that a model which is being loaded may take at the end
+_LAST = 15.0
 
 
 @contextmanager
@@ -123,7 +125,8 @@ def run(options: argparse.Namespace) -> int:
             raise MmaccelError(
                 f"The demo cannot listen there ({str(error).split('. ')[0]}); give another --port or --host."
             ) from None
-        threading.Thread(target=house.load, daemon=True).start()
+        loading = threading.Thread(target=house.load, daemon=True)
+        loading.start()
         try:
             told = {"address": address}
             if (path := json_file(options.json)) is not None:
@@ -140,6 +143,8 @@ def run(options: argparse.Namespace) -> int:
             pass
         finally:
             blocks.close(verbose=False)
+            # an interpreter that ends while a thread loads weights is aborted; a large model is not waited for
+            loading.join(_LAST)
     return 0
 
 

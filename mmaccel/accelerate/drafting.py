@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
@@ -67,7 +67,7 @@ class Drafts:
         self.family = load_draft("draft=", self.draft, family)
         return self.family.model
 
-    def check(self, given: Mapping[str, Any], call: Call[ModelPlan]) -> None:
+    def prepare(self, given: Mapping[str, Any], call: Call[ModelPlan]) -> None:
         """Prepare a call of ``generate`` with the arguments ``given``. Raises UnsupportedError if it has drafts of its own."""
         if given.get("assistant_model") is not None:
             raise UnsupportedError(
@@ -128,6 +128,7 @@ class Drafts:
                 self.answers.remember(answer)
 
 
+@cache
 def _of_generate() -> frozenset[str]:
     """Names of arguments of ``generate`` that do not describe a prompt."""
     from transformers import GenerationConfig

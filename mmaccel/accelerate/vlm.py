@@ -211,7 +211,7 @@ class Accelerator(Handle):
                 call.inputs.given = given
             _warn_too_long(self._model, call, given)
             if drafted:
-                self.drafts.check(given, call)
+                self.drafts.prepare(given, call)
                 given = {**inspect.signature(original).bind_partial(*args, **kwargs).arguments, **given}
                 decoder = self.drafts.decoder(self._model, self.family, given, mmaccel, call.expected.new)
                 kwargs["custom_generate"] = decoder

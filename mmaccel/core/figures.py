@@ -145,10 +145,17 @@ def _time(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds >= LEAST else "<1 ms"
 
 
+def _part(value: Any) -> str:
+    """A value of a dict as text: floats are seconds."""
+    if isinstance(value, dict):
+        return f"({_cell(value)})"
+    return _time(value) if isinstance(value, float) else _cell(value)
+
+
 def _cell(value: Any) -> str:
     """A value as text: numbers with commas, seconds as times."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_time(part)}" for name, part in value.items())
+        return ", ".join(f"{name} {_part(part)}" for name, part in value.items())
     if isinstance(value, list):
         return "; ".join(map(str, value))
     return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}" if isinstance(value, float) else str(value)

@@ -12,7 +12,7 @@ from ...decoding.base import Drafter
 from ...errors import first_line
 from .length import LONGEST_PAUSE, PAUSE, TRIAL, Acceptance, Costs, Price, best_length
 from .reader import Reader
-from .rows import Row
+from .rows import Row, in_common
 
 #: the longest draft of a block
 LONGEST = 16
@@ -93,7 +93,9 @@ class Drafting:
     prices: dict[str, Price] = field(default_factory=dict)
     rates: list[dict[str, Acceptance]] = field(default_factory=list)
     chosen: list[str | None] = field(default_factory=list)
+    #: sources that were asked for the forward that comes, and those that have read the prompt
     asked: set[str] = field(default_factory=set)
+    prepared: set[str] = field(default_factory=set)
     #: drafts that are not verified, by row and source: the place where they would begin, and their tokens
     watched: dict[tuple[int, str], tuple[int, list[int]]] = field(default_factory=dict)
 
@@ -146,13 +148,11 @@ class Drafting:
                 if draft:
                     self.watched[number, source.name] = len(rows[number].tokens), draft
 
-    def _see(self, rows: Sequence[Row]) -> None:
+    def _judge(self, rows: Sequence[Row]) -> None:
         """Note which watched drafts were right, as soon as the answer is long enough to tell."""
         for (number, name), (at, draft) in list(self.watched.items()):
             said = rows[number].tokens[at : at + len(draft)]
-            right = next(
-                (place for place, pair in enumerate(zip(said, draft, strict=False)) if pair[0] != pair[1]), len(said)
-            )
+            right = in_common(said, draft)
             if right < len(said) or len(said) == len(draft):
                 self.rates[number][name].add(right, len(draft))
                 del self.watched[number, name]
@@ -160,7 +160,7 @@ class Drafting:
     def note(
         self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], accepted: Sequence[int], length: int, seconds: float
     ) -> None:
-        """Note what became certain of ``drafts`` in a forward over ``length`` tokens of every row."""
+        """Note how many tokens of ``drafts`` were accepted, in a forward over ``length`` tokens of every row."""
         self.blocks += 1
         self.verify_seconds += seconds
         self.costs.add(length, seconds)
@@ -170,8 +170,7 @@ class Drafting:
                 figures = self.figures[name]
                 figures.drafted += len(draft)
                 figures.accepted += right
-        self.tokens += sum(right + 1 for right, row in zip(accepted, rows, strict=True))
-        self._see(rows)
+        self._judge(rows)
         for source in self.sources:
             if source.name in self.asked and not source.free:
                 self._rest(source.name)
@@ -210,7 +209,8 @@ class Drafting:
         """The drafts of a source, cut before the first forbidden token."""
         figures = self.figures[source.name]
         try:
-            if not figures.seconds:
+            if source.name not in self.prepared:
+                self.prepared.add(source.name)
                 # reading a prompt is no price of a drafted token
                 begin = time.perf_counter()
                 source.prepare(rows)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from .reader import Reader
-from .rows import Row
+from .rows import Row, in_common
 
 
 class ModelDraft:
@@ -31,6 +31,8 @@ class ModelDraft:
         self.name, self.free, self.model = name, False, model
         self.given, self.options = dict(given), dict(options)
         self.reader: Reader | None = None
+        #: the modules that remember positions, and what those of this draft are; empty before it has read the prompt
+        self.modules = [module for module in model.modules() if "rope_deltas" in vars(module)]
         self.held: list[Any] = []
         #: of every row: how many of its tokens the cache holds, and what was read since the last draft began
         self.known: list[int] = []
@@ -82,10 +84,8 @@ class ModelDraft:
         assert self.reader is not None
         counts = []
         for row, known, fed in zip(rows, self.known, self.fed, strict=True):
-            now = row.tokens[known:]
             # the newest token has still to be read: its logits are what the next draft begins with
-            same = next((at for at, token in enumerate(fed) if at >= len(now) - 1 or token != now[at]), len(fed))
-            counts.append(len(fed) if row.ended else same)
+            counts.append(len(fed) if row.ended else in_common(fed, row.tokens[known:-1]))
         kept = self.reader.keep(counts)
         self.known = [known + count for known, count in zip(self.known, kept, strict=True)]
 
@@ -114,15 +114,14 @@ class ModelDraft:
     def _own_positions(self) -> Iterator[None]:
         """Modules remember how positions go on behind the last prompt (``rope_deltas``): put in those of the draft, and then
         those of the model that verifies, which may be the same modules."""
-        modules = [module for module in self.model.modules() if "rope_deltas" in vars(module)]
-        before = [module.rope_deltas for module in modules]
-        for module, deltas in zip(modules, self.held or before, strict=True):
+        before = [module.rope_deltas for module in self.modules]
+        for module, deltas in zip(self.modules, self.held or before, strict=True):
             module.rope_deltas = deltas
         try:
             yield
         finally:
-            self.held = [module.rope_deltas for module in modules]
-            for module, deltas in zip(modules, before, strict=True):
+            self.held = [module.rope_deltas for module in self.modules]
+            for module, deltas in zip(self.modules, before, strict=True):
                 module.rope_deltas = deltas
 
 

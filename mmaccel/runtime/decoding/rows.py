@@ -10,6 +10,12 @@ import torch
 from torch import Tensor
 
 
+def in_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of tokens that two texts begin with in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
 class Chooser:
     """Chooses tokens from logits as ``generate`` does: greedily or by drawing, behind the same logits processors.
 
