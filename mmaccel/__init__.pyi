@@ -6,6 +6,7 @@ The second part are the classes of all methods, to be given as recipes: ``accele
 from .accelerate import (
     Accelerator,
     EncoderAccelerator,
+    Fallback,
     accelerate_encoder,
     accelerate_vlm,
     accelerated,
@@ -141,6 +142,7 @@ from .pruning.vtc_cls import VtcCls as VtcCls
 __all__ = [
     "Accelerator",
     "EncoderAccelerator",
+    "Fallback",
     "Method",
     "MmaccelError",
     "Recipe",

@@ -39,6 +39,7 @@ from ..runtime.tower.frame_reuse import FrameReuse
 from ..runtime.tower.patch_pruning import PatchPruning
 from ..runtime.tower.taps import Taps
 from .drafting import Drafts
+from .fallback import Fallback, FallbackLike, share_towers, with_fallback
 from .handle import Handle, check_model, exchange, restored
 from .positions import has_axes, too_long
 from .tuned import warn_of_another
@@ -70,10 +71,11 @@ class Accelerator(Handle):
         processor: Any = None,
         kernels: Kernels = "auto",
         drafts: Drafts | None = None,
+        fallback: Fallback | None = None,
     ) -> None:
         check_transformers()
         super().__init__(model)
-        self.processor = processor
+        self.processor, self.fallback = processor, fallback
         self.drafts = drafts or Drafts(False, None, False)
         self.plan = plan_model(recipe, family_of(model, processor), processor, kernels)
         self.plan.check_generation(model.generation_config)
@@ -134,7 +136,7 @@ class Accelerator(Handle):
 
     def again(self) -> Accelerator:
         """Accelerate the model again in the same way, after :meth:`remove`."""
-        return Accelerator(self._model, self.recipe, self.processor, self.kernels, self.drafts)
+        return Accelerator(self._model, self.recipe, self.processor, self.kernels, self.drafts, self.fallback)
 
     # --- putting it on ----------------------------------------------------------------------------------------
     def _attach(self) -> None:
@@ -154,12 +156,14 @@ class Accelerator(Handle):
             self._hook(module.register_forward_pre_hook(self._open, with_kwargs=True, prepend=True))
             self._hook(module.register_forward_hook(self._close, with_kwargs=True, always_call=True))
         self._wrap(model, "generate", self._generate)
+        self._wrap(model, "generate", functools.partial(with_fallback, self.fallback, self, lambda: self._last))
         self._wrap(model, "set_attn_implementation", self._set_attention)
         if self.drafts:
             self._wrap(model, "_get_stopping_criteria", functools.partial(_with_tokenizer, plan))
         if plan.active:
             self._wrap(model, "_valid_auto_compile_criteria", functools.partial(captured.may_capture, plan))
             self._wrap(model, "get_compiled_call", functools.partial(captured.captured_forward, plan))
+        share_towers(self.fallback, family, self._wrap)
         for modality in family.modalities:
             if hasattr(inner, f"get_{modality}_features"):
                 self._wrap(inner, f"get_{modality}_features", functools.partial(_encode, plan, modality))
@@ -189,8 +193,7 @@ class Accelerator(Handle):
     def _generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def generate(*args: Any, mmaccel: bool | Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
-            if not self.attached:
-                # a shallow copy of the model kept this method when the handle was removed
+            if not self.attached:  # a shallow copy of the model kept this method when the handle was removed
                 return original(*args, **kwargs)
             config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
             configs = _Given(kwargs), config, self._model.generation_config
@@ -421,6 +424,7 @@ def accelerate_vlm(
     lossless: bool = False,
     draft: Any = None,
     lookup: bool | str = False,
+    fallback: FallbackLike = None,
     **options: Any,
 ) -> M:
     """Make a vision or video LLM skip visual tokens, in place.
@@ -453,6 +457,9 @@ def accelerate_vlm(
         ``lossless``.
     lookup : draft by copying what followed the newest tokens in the prompt or in earlier answers; a name from
         :data:`mmaccel.decoding.DRAFTERS` says how, True is ``"suffixdecoding"``.
+    fallback : read a prompt again with more tokens, at last with all, where the model is unsure of its answer: a
+        :class:`Fallback`, its fields as a mapping, a threshold of certainty such as 0.6, or True for what ``mmaccel tune
+        --fallback`` has written into the recipe.
     **options : options of the recipe's methods, each of which must belong to one method only.
 
     Returns
@@ -503,8 +510,10 @@ def accelerate_vlm(
     )
     target = _model(model)
     warn_of_another(target, chosen)
-    drafts = Drafts(lossless, draft, lookup)
-    exchange(Accelerator.on(target), lambda: Accelerator(target, chosen, processor, kernels, drafts))
+    drafts, net = Drafts(lossless, draft, lookup), Fallback.of(fallback, chosen)
+    if net is not None and drafts:
+        net.refuse_drafts(lossless)
+    exchange(Accelerator.on(target), lambda: Accelerator(target, chosen, processor, kernels, drafts, net))
     if (caution := target.mmaccel.plan.caution) is not None:
         warnings.warn(f"{caution}.", stacklevel=2)
     return model
@@ -524,6 +533,7 @@ def accelerated(
     lossless: bool = False,
     draft: Any = None,
     lookup: bool | str = False,
+    fallback: FallbackLike = None,
     **options: Any,
 ) -> AbstractContextManager[M]:
     """:func:`accelerate_vlm` for the length of a ``with`` block; afterwards the model is what it was before, bare or
@@ -538,7 +548,7 @@ def accelerated(
     """
     given: dict[str, Any] = {"retain": retain, "positions": positions, "variant": variant, "text_retain": text_retain}
     given |= {"proportional": proportional, "processor": processor, "kernels": kernels, **options}
-    given |= {"lossless": lossless, "draft": draft, "lookup": lookup}
+    given |= {"lossless": lossless, "draft": draft, "lookup": lookup, "fallback": fallback}
     return restored(lambda: accelerate_vlm(model, recipe, **given), lambda: Accelerator.on(_model(model)))
 
 

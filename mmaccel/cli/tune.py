@@ -9,6 +9,10 @@ The command writes the recipe, for accelerate_vlm(model, "recipe.json") and ever
 .png) and a journal (.journal). Started again with the same settings, it resumes; with others (another model, a changed
 sample, changed code of a method) it refuses the journal. It also prints the whole recipe, as a line of Python and as a command.
 
+With --fallback the command finds a safety net for one recipe instead: budgets, and how sure the model must be of an answer that
+it wrote with few tokens. Where it is less sure, it reads the prompt again with more, at last with all. Use the file with
+accelerate_vlm(model, "recipe.json", fallback=True).
+
 The exit status is 3 if no recipe keeps enough (the best trade-offs are shown), if the recipe keeps less than --keep of the
 held-out samples (a warning says so; it is written all the same), or if some samples could not be used.
 """
@@ -21,6 +25,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from ..errors import MmaccelError
 from .shared import measure
 from .shared.options import Json, ModelOptions
 from .shared.text import json_file, table, tell
@@ -32,6 +37,7 @@ EXAMPLES = """\
 examples:
   mmaccel tune --model ./my-qwen --data questions.jsonl --keep 0.99 --goal ttft -o recipe.json
   mmaccel tune --model ./my-qwen --data questions.jsonl --keep 0.95 --confidence 0.9 --goal kv -o small-cache.json
+  mmaccel tune --model ./my-qwen --data questions.jsonl --fallback --recipe divprune --keep 0.99 -o recipe.json
   mmaccel tune --suite image --trials 100 --minutes 10 --goal tokens -o pictures.json
 """
 
@@ -70,9 +76,15 @@ def run(
     seconds: Annotated[
         bool, typer.Option("--measure", help="Time to first token in measured seconds, not in operations.")
     ] = False,
+    fallback: Annotated[
+        bool,
+        typer.Option("--fallback", help="Find when --recipe should read a prompt again.  [default recipe: balanced]"),
+    ] = False,
     output: Json = None,
 ) -> int:
     """Search, show the front, write."""
+    if fallback:
+        return _find_fallback(context, which, asked, keep, out, recipe, confidence, output)
     from ..programs.tune import report
     from ..programs.tune.tuning import tune
 
@@ -87,4 +99,29 @@ def run(
     text = f"{table(rows, range(2, len(rows[0])))}\n\n{verdict}\nwritten: {', '.join(map(str, written))}"
     tell({"verdict": verdict, "front": rows, **tuned.report}, output, lambda: text)
     enough = tuned.recipe is not None and tuned.report["recipe"]["held out keeps enough"]
+    return max(task.finish(), 0 if enough else measure.PARTIAL)
+
+
+def _find_fallback(
+    context: typer.Context,
+    which: ModelOptions,
+    asked: measure.Asked,
+    keep: float,
+    out: Path,
+    recipes: list[str] | None,
+    confidence: float | None,
+    output: str | None,
+) -> int:
+    """Find a fallback for one recipe and write both into one file."""
+    if recipes is not None and len(recipes) > 1:
+        raise MmaccelError(f"--fallback is found for one recipe, got {', '.join(recipes)}; give one --recipe.")
+    from ..programs.tune.fallback import find_fallback, verdict
+
+    json_file(output)
+    task = measure.Run(asked, which, context.obj, None)
+    options = {"keep": keep, "out": out, "confidence": confidence}
+    found = task.call("answering", find_fallback, recipe=(recipes or ["balanced"])[0], **options)
+    written = f"\nwritten: {out}" if found.recipe is not None else ""
+    tell({"verdict": verdict(found), **found.report}, output, lambda: verdict(found) + written)
+    enough = found.recipe is not None and found.report["held out keeps enough"]
     return max(task.finish(), 0 if enough else measure.PARTIAL)

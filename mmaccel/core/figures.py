@@ -83,6 +83,10 @@ class CallStats(Figures):
     """Of a call with drafts: ``tokens`` of the answers, ``verifications`` (forwards behind the prompt), tokens ``drafted`` and
     ``accepted``, ``verify_seconds``, and of every source in ``sources`` its drafted and accepted tokens and its seconds. Empty
     without drafts."""
+    fallback: dict[str, Any]
+    """Of a call with a fallback: all ``readings`` (recipe, budget, visual tokens kept), and of every row the number of the
+    ``reading`` that its answer comes from and the ``certainty`` of the last answer that was judged. The other figures are those
+    of the last reading. Empty without one."""
     seconds: dict[str, float]
     """Seconds by part of the call; asking for them waits for the device."""
 
@@ -95,6 +99,9 @@ class CallStats(Figures):
             yield f"KV {_bytes(self.kv_bytes_bare, self.kv_bytes)}"
         if drafting := self.get("drafting"):
             yield "{accepted:,} of {drafted:,} drafted tokens accepted".format(**drafting)
+        if fallback := self.get("fallback"):
+            again = sum(number > 0 for number in fallback["reading"])
+            yield f"{again} of {len(fallback['reading'])} answers read again"
         took = {name: self.seconds.get(name, 0.0) for name in ("selection", "packing")}
         yield from (f"{name} {_time(value)}" for name, value in took.items() if value >= LEAST)
 

@@ -42,7 +42,7 @@ class Remembered:
             named = {}
         own = {name: vars(inner)[name] for name in named if name in vars(inner)}
         for name, modality in named.items():
-            setattr(inner, name, self._answering(modality, getattr(inner, name)))
+            setattr(inner, name, self.answering(modality, getattr(inner, name)))
         try:
             yield
         finally:
@@ -50,7 +50,9 @@ class Remembered:
                 delattr(inner, name)
             vars(inner).update(own)
 
-    def _answering(self, modality: Modality, original: Callable[..., Any]) -> Callable[..., Any]:
+    def answering(self, modality: Modality, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``original``, which encodes pictures or clips: it runs when its pixels or taps are not stored yet."""
+
         @functools.wraps(original)
         def features(*args: Any, **kwargs: Any) -> Any:
             call, encoded, wanted = current(), None, set[tuple[str, int]]()
