@@ -1,0 +1,157 @@
+"""Selectors of 2025 and 2026 before the language model, against the authors' programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from comparators import Arrays, Params, close, kept_of, one_unit, same_set
+from harness import fault, make
+from torch import Tensor
+
+from mmaccel.method import Method, TokenBatch
+
+
+def in_order(method: Method, tokens: TokenBatch, order: Tensor) -> None:
+    """A greedy method that is given one token more keeps the next of ``order``."""
+    for count in range(1, len(order) + 1):
+        ours = method.reduce(tokens, torch.tensor([count]))  # type: ignore[attr-defined]
+        same_set(kept_of(ours), order[:count])
+
+
+def of_tower(features: Tensor, attention: Tensor) -> TokenBatch:
+    """One tile of ``features [n, d]`` in the tower, ``attention [n]`` of CLS."""
+    return replace(
+        one_unit(features), signals={"cls_attention": attention[None, None], "features": features[None, None]}
+    )
+
+
+def scope(params: Params, arrays: Arrays) -> None:
+    method = make("scope", query="cls", alpha=params["alpha"], combined=params["combined"])
+    hidden, order = arrays["hidden"][:, 1:], arrays["order"]
+    assert order.shape[1] == params["tokens_total"] // len(hidden)
+    for x, heads, picks, kept in zip(hidden, arrays["cls_attention"], order, arrays["features"], strict=True):
+        # the program takes the sum over heads
+        tokens = of_tower(x, heads[:, 1:].sum(0))
+        in_order(method, tokens, picks)
+        close(method.reduce(tokens, torch.tensor([len(picks)])).apply(x[None])[0], kept)
+
+
+def scope_qwen(params: Params, arrays: Arrays) -> None:
+    """All pictures of the prompt in one selection."""
+    queries, keys, bounds = arrays["vit_q"], arrays["vit_k"], arrays["cu_seqlens"].tolist()
+    paid = []
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        q, k = queries[:, start:stop], keys[:, start:stop]
+        # of a long picture the mean query
+        q = q.mean(1, keepdim=True) if stop - start >= 6144 else q
+        paid.append((q @ k.mT * q.shape[-1] ** -0.5).softmax(-1).mean(0).sum(0))
+    saliency = torch.cat(paid).unflatten(0, (-1, params["merge"] ** 2)).sum(1)[arrays["reverse_indices"]]
+    close(saliency, arrays["saliency"])
+    method = make("scope", query="all", alpha=params["alpha"], projected=True)
+    x = arrays["embeds"]
+    count = method.official_count(1 - params["ratio_removed"], len(x))
+    assert count == len(arrays["kept"])
+    in_order(method, one_unit(x, received_attention=saliency[None]), arrays["order"])
+    same_set(arrays["order"], arrays["kept"])
+
+
+def mmtok(params: Params, arrays: Arrays) -> None:
+    names = ("alpha", "tv_temperature", "vv_temperature")
+    method = make("mmtok", **{name: params[name] for name in names})
+    x, text = arrays["vision"], arrays["text"][None]
+    tokens = replace(
+        one_unit(x),
+        signals={"features": arrays["vision_encoder"][None, None]},
+        question=text,
+        question_valid=torch.ones(text.shape[:2], dtype=torch.bool),
+    )
+    ours = method.reduce(tokens, torch.tensor([params["tokens"]]))
+    same_set(kept_of(ours), arrays["kept"])
+    close(ours.apply(x[None])[0], arrays["features"])
+
+
+def mmtok_padding(params: Params, arrays: Arrays) -> None:
+    """Patches of padding are what is dropped first."""
+    side = params["target"] // params["patch"]
+    assert not params["include_overlap"]
+    cells = torch.cartesian_prod(torch.tensor([0]), torch.arange(side), torch.arange(side))[None]
+    x = torch.randn(side**2, 4, generator=torch.Generator().manual_seed(0))
+    tokens = replace(
+        one_unit(x), signals={"features": x[None, None]}, cells=cells, grid=torch.tensor([[1, side, side]])
+    )
+    lists = arrays["indices"].split(arrays["counts"].tolist())
+    for size, padding in zip(arrays["sizes"].tolist(), lists, strict=True):
+        method = make("mmtok", original=tuple(size), patch=params["patch"])
+        kept = method.reduce(tokens, torch.tensor([side**2 - len(padding)])).kept[0]
+        same_set((~kept).nonzero()[:, 0], padding)
+
+
+def otprune(params: Params, arrays: Arrays) -> None:
+    method, x = make("otprune", gamma=params["gamma"]), arrays["features"]
+    assert method.official_count(params["ratio"], len(x)) == len(arrays["order"])
+    in_order(method, one_unit(x), arrays["order"])
+    same_set(arrays["order"], arrays["kept"])
+
+
+def holov(params: Params, arrays: Arrays) -> None:
+    method = make("holov", query="cls", crops=params["crops"], alpha=params["alpha"], beta=params["beta"])
+    x, theirs = arrays["features"], arrays["output"] if "output" in arrays else None
+    ours = method.reduce(one_unit(x, cls_attention=arrays["attention"][None]), torch.tensor([params["keep"]]))
+    if "positions" in arrays:
+        positions = arrays["positions"]
+        short = bool((positions < 0).any())
+    else:
+        assert theirs is not None
+        short = bool((theirs == 0).all(1).any())
+        positions = torch.cdist(theirs, x).argmin(1)
+    with fault(short, "where a crop is given more tokens than it has, the program pads with zero vectors"):
+        same_set(kept_of(ours), positions)
+    if "dropped" in arrays:
+        same_set((~ours.kept[0]).nonzero()[:, 0], arrays["dropped"])
+
+
+def mmr(params: Params, arrays: Arrays) -> None:
+    method = make("mmr", query="cls", importance=params["mmr_lambda"], parallel=params["parallel_k"])
+    x = arrays["embeds"]
+    count = method.official_count(1 - params["ratio_removed"], len(x))
+    ours = method.reduce(one_unit(x, cls_attention=arrays["scores"][None]), torch.tensor([count]))
+    same_set(kept_of(ours), arrays["kept"])
+
+
+def prunesid(params: Params, arrays: Arrays) -> None:
+    method = make("prunesid", query="cls", score="attention")
+    for x, heads, indices in zip(arrays["hidden"], arrays["cls_attention"], arrays["indices"], strict=True):
+        assert indices[0] == 0 and len(indices) == params["tokens_with_cls"]
+        tokens = of_tower(x[1:], heads[:, 1:].sum(0))
+        same_set(kept_of(method.reduce(tokens, torch.tensor([len(indices) - 1]))), indices[1:] - 1)
+
+
+def prunesid_qwen(params: Params, arrays: Arrays) -> None:
+    x, method = arrays["features"], make("prunesid", score="component")
+    count = max(16, method.official_count(params["tokens_of_576"] / 576, len(x)))
+    assert count == params["tokens"]
+    same_set(kept_of(method.reduce(one_unit(x), torch.tensor([count]))), arrays["indices"])
+
+
+_SLIM = "angelslim/compressor/token_compressor/algorithm"
+_LLAVA = "prunesid/prunesid_llava/clip_encoder.py:CLIPVisionTower_PruneSID.forward, batch_pca, batch_similarity_nms"
+_QWEN = "prunesid/prunesid_qwen/modeling_qwen2_vl.py:Qwen2VisionTransformerPretrainedModel_prunesid.forward"
+
+COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
+    ("kinredon/SCOPE", "scope/clip_encoder.py:CLIPVisionTower_SCOPE.forward, SCOPE"): scope,
+    (
+        "Tencent/AngelSlim",
+        f"{_SLIM}/scope.py:scope_pruning, SCOPE; utils/utils.py:_recompute_attention_maps_for_all_images",
+    ): scope_qwen,
+    ("Tencent/AngelSlim", f"{_SLIM}/idpruner.py:idpruner"): mmr,
+    ("Ironieser/MMTok", "mmtok/core/semantic_selector.py:SemanticTokenSelector.mm_coverage_selection"): mmtok,
+    ("Ironieser/MMTok", "mmtok/llava/patch_llava.py:calculate_padding_patch_indices"): mmtok_padding,
+    ("xiwenc1/OTPrune", "LLaVA/llava/model/llava_arch.py:OTPrune, greedy_select"): otprune,
+    ("obananas/HoloV", "qwen-model-HoloV/utils.py:HoloV"): holov,
+    ("obananas/HoloV", "llava/model/utils.py:HoloV"): holov,
+    ("cvlab-yonsei/RESTORE", "tokenreduction/tore/holov/utils.py:HoloV_with_Indices"): holov,
+    ("ZhengyaoFang/PruneSID", _LLAVA): prunesid,
+    ("ZhengyaoFang/PruneSID", f"{_QWEN}, pca_group, nms"): prunesid_qwen,
+}
