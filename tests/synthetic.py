@@ -355,6 +355,7 @@ def keys_of(
         survivors=reach & valid if policy.deferred else None,
         expected=(mean, spread @ spread.mT) if policy.future else None,
         outgoing=weight[..., 0].sigmoid() if policy.needs_outgoing else None,
+        unrotated=keys.to(dtype) if policy.needs_unrotated else None,
     )
 
 
@@ -368,7 +369,7 @@ def row_of(keys: KeyBatch, row: int) -> KeyBatch:
     return replace(
         keys,
         **{name: cut(getattr(keys, name)) for name in ("valid", "visual", "index", "picture", "cells", "survivors")},
-        **{name: cut(getattr(keys, name), 2) for name in ("keys", "values", "received", "outgoing")},
+        **{name: cut(getattr(keys, name), 2) for name in ("keys", "values", "received", "outgoing", "unrotated")},
         **{name: getattr(keys, name)[one] for name in ("queries", "places")},
         count=None if keys.count is None else keys.count[one],
         expected=None if keys.expected is None else (keys.expected[0][one], keys.expected[1][one]),
@@ -382,7 +383,7 @@ def prompt_attention(policy: Policy, dtype: torch.dtype = torch.float32, seed: i
     query = torch.randn(len(PADS), 4, KEYS, WIDTH, generator=random).to(dtype)
     causal = torch.ones(KEYS, KEYS, dtype=torch.bool).tril()
     visible = (causal & keys.valid[:, None] & keys.valid[:, :, None])[:, None]
-    return LayerAttention(query, keys.keys, visible, 0.25, keys.valid & ~keys.visual)
+    return LayerAttention(query, keys.keys, visible, 0.25, keys.valid & ~keys.visual, places=keys.index)
 
 
 # ---------------------------------------------------------------------------------------------------------------- codecs

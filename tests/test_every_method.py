@@ -477,7 +477,12 @@ def observed(policy: Policy, rows: slice = slice(None), first: int = 0, poison: 
     key = seen.key if poison is None else seen.key.masked_fill(pad, poison)
     visible = None if seen.visible is None else seen.visible[rows, :, first:, first:]
     seen = replace(
-        seen, query=seen.query[rows, :, first:], key=key[rows, :, first:], visible=visible, text=seen.text[rows, first:]
+        seen,
+        query=seen.query[rows, :, first:],
+        key=key[rows, :, first:],
+        visible=visible,
+        text=seen.text[rows, first:],
+        places=None if seen.places is None else seen.places[rows, first:],
     )
     return policy.observe(seen, torch.zeros(seen.key.shape[:3])) if policy.observes else torch.zeros(1)
 
@@ -561,7 +566,12 @@ def by_content(policy: Policy) -> bool:
     order[visual] = visual[torch.randperm(len(visual), generator=torch.Generator().manual_seed(0))]
     names = [name for name in ("keys", "values", "received", "outgoing") if getattr(keys, name) is not None]
     moved = replace(keys, **{name: getattr(keys, name)[:, :, order] for name in names}, memo={})
-    return policy.budget != "none" and torch.equal(stays(policy, keys)[..., order], stays(policy, moved))
+    # where text competes too it may be text that stays
+    return (
+        policy.budget != "none"
+        and not policy.joint
+        and torch.equal(stays(policy, keys)[..., order], stays(policy, moved))
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------ codecs

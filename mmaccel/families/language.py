@@ -98,6 +98,10 @@ class LanguageModel:
         """The last module that queries pass before RoPE."""
         return first_of(attention, "q_norm", "q_layernorm", "q_proj")
 
+    def keys_in(self, attention: Any) -> nn.Module:
+        """The last module that keys pass before RoPE."""
+        return first_of(attention, "k_norm", "k_layernorm", "k_proj")
+
     def outgoing_in(self, layer: int) -> Any:
         """The output projection of the attention of a layer, or None."""
         return getattr(self.attention_in(layer), "o_proj", None)

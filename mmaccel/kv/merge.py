@@ -41,6 +41,7 @@ def merge(
     most: int | None = None,
     stay: int | None = None,
     renewed: bool = False,
+    share: float = 1.0,
 ) -> Merge:
     """Merge every key that is ``gone`` into one that is ``kept``, and its value in the same way.
 
@@ -52,11 +53,14 @@ def merge(
     - ``weighted``: as ``average`` with ``c x`` for ``x``;
     - ``ema``: as ``weighted``, but the bar is an average over calls, ``decay * bar + (1 - decay) * mean``;
     - ``blend``: ``p`` and all ``x``, weighted with 1 and ``(c + 1) / 2``;
-    - ``nearest``: the mean of ``p`` and the ``x`` nearest to it in the sequence (ties go to the lower slot).
+    - ``nearest``: the mean of ``p`` and the ``x`` nearest to it in the sequence (ties go to the lower slot);
+    - ``values``: values alone, ``p`` and the ``x`` whose ``c`` is at least ``decay``, of these the ``share`` of all evicted
+      ones with the largest ``c``, weighted with 1 and ``c ||x|| / (||x|| + ||p||)`` of the values; keys stay as they are.
 
     *LOOK-M: Look-Once Optimization in KV Cache for Efficient Multimodal Long-Context Inference*, Findings of EMNLP 2024,
     arXiv 2406.18139 (the first three); *D2O*, ICLR 2025, arXiv 2406.13035 (``ema``); *Efficient Inference of Vision
-    Instruction-Following Models with Elastic Cache*, ECCV 2024, arXiv 2407.18121 (``nearest``).
+    Instruction-Following Models with Elastic Cache*, ECCV 2024, arXiv 2407.18121 (``nearest``); ``MergingPress`` of kvpress,
+    https://github.com/NVIDIA/kvpress (``values``).
 
     keys, values : ``[B, H, K, D]``. kept, gone : ``[B, H, K]`` bool; slots that are neither take no part.
     threshold : ``[B, H]``, the bar of the last call of ``ema``; NaN for heads that had no call.
@@ -87,9 +91,23 @@ def merge(
                 bar = torch.where(takes.any(-1), mean, threshold)
             threshold = bar
         takes = takes & ((_by_rank(best, takes) if by_rank else best) >= bar[..., None])
+    if how == "values":
+        # of equal cosines all take part
+        ranked = best.masked_fill(~valid, -torch.inf).sort(dim=-1, descending=True).values
+        number = valid.sum(-1, keepdim=True)
+        last = number - ((1 - share) * (number - 1) - 1e-6).ceil().clamp(min=0).long() - 1
+        takes = takes & (best >= decay) & (best >= ranked.gather(-1, last.clamp(min=0)))
+        best = best.clamp(min=0)
     one = torch.ones_like(best)
     weight = (best + 1) / 2 if how == "blend" else best if how in ("weighted", "ema") else one
     mass = weight if how == "blend" else one
+    if how == "values":
+        norms = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
+        mine, theirs = norms.gather(-1, at), norms.gather(-1, pivot)
+        weight = mass = best * mine / (mine + theirs + 1e-6)
+        takes = takes & (weight > 0)
+        flow = _Flow.of(at, pivot, takes, weight, mass, keys.shape[2])
+        return Merge(keys, flow.into(values, False), threshold)
     flow = _Flow.of(at, pivot, takes, weight, mass, keys.shape[2])
     half = how == "pivot"
     return Merge(flow.into(keys, half), flow.into(values, half), threshold)

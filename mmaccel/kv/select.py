@@ -9,12 +9,15 @@ from ..method import KeyBatch, LayerAttention, Policy
 from ..method.results import check_numbers, check_tensor
 from . import budgets
 from .scoring.chunks import by_chunks
+from .scoring.error import eviction_error
 
 
 def scored(policy: Policy, keys: KeyBatch) -> Tensor:
     """The policy's scores, ``[B, Hkv, K]`` float; checked."""
     scores = check_tensor(policy, "score()", policy.score(keys), "float", keys.keys.shape[:3], keys.keys)
-    return check_numbers(policy, "score()", scores, keys.valid[:, None])
+    check_numbers(policy, "score()", scores, keys.valid[:, None])
+    how = policy.choice("eviction_error")[0]
+    return scores if how == "none" else eviction_error(scores, keys, exact=how == "exact")
 
 
 def observed(policy: Policy, attention: LayerAttention, before: Tensor) -> Tensor:

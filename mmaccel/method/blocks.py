@@ -37,6 +37,8 @@ def upto(attention: LayerAttention, stop: int) -> LayerAttention:
         visible=None if attention.visible is None else attention.visible[:, :, :stop, :keys],
         text=attention.text[:, :stop],
         said=None if attention.said is None else attention.said[:, :stop],
+        places=None if attention.places is None else attention.places[:, :stop],
+        age=None if attention.age is None else attention.age[:, :stop],
         prepared={name: figures[:, :stop] for name, figures in attention.prepared.items()},
         memo={},
     )

@@ -41,6 +41,9 @@ class KeyBatch(Layerwise):
         between two turns. None unless the policy ``needs_ordinals``, and where there is no such padding.
     layer, depth : the number of this layer, -1 for several at once; how many layers there are.
     decoding : whether this is a decode step rather than the end of a prompt.
+    answer : ``[B]`` long, while decoding the place at which the answer begins; None at the end of a prompt, and unless the
+        policy ``needs_age``.
+    unrotated : ``[B, Hkv, K, D]``, the keys before RoPE; None unless the policy ``needs_unrotated``.
     """
 
     keys: Tensor
@@ -62,6 +65,8 @@ class KeyBatch(Layerwise):
     layer: int = 0
     depth: int = 1
     decoding: bool = False
+    answer: Tensor | None = None
+    unrotated: Tensor | None = None
 
     @property
     def _tokens(self) -> Hashable:
@@ -94,7 +99,9 @@ CHOICES: Mapping[str, Mapping[str, float | None]] = {
         "nearest": None,
         "ema": 0.5,
         "blend": None,
+        "values": 0.0,
     },
+    "eviction_error": {"none": None, "exact": None, "fast": None},
     "protect": {"separators": None, "question": None},
 }
 
@@ -120,7 +127,11 @@ class CacheOptions(Method):
         concentrated attention); ``safeguard:0.2`` (the best 20 % of each head's share stay, and the rest compete).
     compact : how the other keys are treated. ``evict`` drops them; ``pivot``, ``weighted``, ``average`` (LOOK-M), ``ema:0.5``
         (D2O) and ``blend`` merge them into the kept key of largest cosine; ``nearest`` into the nearest in the sequence
-        (Elastic Cache).
+        (Elastic Cache); ``values:0.3`` merges values alone, where that cosine is at least .3 (kvpress).
+    merge_share : the share of the evicted keys, those of largest cosine, that ``compact="values"`` merges.
+    eviction_error : ``exact`` ranks by the error that the output of attention has without a key (CAOTE, arXiv 2504.14051): with
+        ``a`` the scores as a distribution over the keys, ``a_k / (1 - a_k) ||v_k - sum_j a_j v_j||``. ``fast`` has the mean of
+        the values in place of the sum. ``none`` ranks by the scores themselves.
     every : 0 compacts at the end of prefill only; n also after every n decode steps, back to the size that prefill left. Each
         time everything stored is moved, so that a larger n costs less a step: from 16 on next to nothing. Up to n - 1 keys
         more than the budget are stored in between. The papers evict at every step (``every=1``), our recipes of them every 16,
@@ -148,6 +159,7 @@ class CacheOptions(Method):
     limits = {
         **dict.fromkeys(("every", "cap", "growth", "chunk", "sinks"), "[0, inf)"),
         "recent": "[0, inf) or [0.0, 1.0]",
+        "merge_share": "(0, 1]",
     }
 
     layer_budget: str = "uniform"
@@ -160,12 +172,14 @@ class CacheOptions(Method):
     sinks: int = 0
     recent: float = 0
     protect: tuple[str, ...] = ()
+    eviction_error: str = "none"
+    merge_share: float = 1.0
     joint: bool = False
     text_policy: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option in ("layer_budget", "head_budget", "compact"):
+        for option in ("layer_budget", "head_budget", "compact", "eviction_error"):
             self.choice(option)
         for kind in self.protect:
             if kind not in CHOICES["protect"]:
@@ -225,6 +239,14 @@ class Policy(CacheOptions):
     needs_outgoing: ClassVar[bool] = False
     #: whether :attr:`KeyBatch.ordinal` is to be filled
     needs_ordinals: ClassVar[bool] = False
+    #: whether :attr:`KeyBatch.unrotated` is to be filled
+    needs_unrotated: ClassVar[bool] = False
+    #: whether it can score keys only at the end of a prompt, so that a schedule is refused
+    prompt_only: ClassVar[bool] = False
+    #: whether :attr:`KeyBatch.answer` and :attr:`LayerAttention.age` are to be filled
+    needs_age: ClassVar[bool] = False
+    #: keys that a head may hold beyond its limit once it decodes, for policies that count their newest keys apart
+    beyond: int = 0
     #: whether :meth:`observe` is called for what follows a prompt, too, where a schedule evicts
     observes_steps: ClassVar[bool] = True
     #: in the authors' variant, whether the last layer of a pyramid has exactly its share, whatever the steps before it leave
@@ -246,6 +268,11 @@ class Policy(CacheOptions):
         when keys are to be chosen, all layers as rows of one batch. By default a policy observes nothing.
         """
         raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompt_only and self.scheduled:
+            raise MmaccelError(f"{self.name} scores the keys of a prompt when it ends; leave out every and cap.")
 
     def check(self, family: ModelFacts) -> None:
         """Raise :class:`MmaccelError` where options cannot be combined."""

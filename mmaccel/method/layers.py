@@ -74,6 +74,9 @@ class LayerAttention(Layerwise):
     said : the same on the CPU; None where the host would wait for it.
     prepared : what :meth:`LayerMethod.prepare` made of what entered the language model, ``[B, q]``.
     shared_pass : what is computed together with sums over queries; None where nothing is.
+    places : ``[B, q]`` long, the places of the queries, -1 for padding; None where no policy of a cache observes.
+    age : ``[B, q]`` long, how many tokens of the answer came before each query; None for a prompt, and unless the policy
+        ``needs_age``.
     """
 
     query: Tensor
@@ -84,6 +87,8 @@ class LayerAttention(Layerwise):
     said: Tensor | None = None
     prepared: Mapping[str, Tensor] = field(default_factory=dict)
     shared_pass: SharedPass | None = None
+    places: Tensor | None = None
+    age: Tensor | None = None
 
     @property
     def _tokens(self) -> Hashable:

@@ -446,6 +446,19 @@ def renamed(positions: Tensor, old: Tensor, new: Tensor) -> Tensor:
     return out
 
 
+def turning(width: int) -> SimpleNamespace:
+    """A language model with RoPE of heads of this ``width``, as policies ask for it."""
+
+    def turns(like: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        # a rotation turns the first axes of the two halves into its cosines and sines
+        first = int(position[0, 0])
+        axes = torch.eye(width)[: width // 2].sum(0).expand(1, 1, position.shape[1], -1)
+        cos, sin = rotate(axes, first)[0, 0].split(width // 2, dim=1)
+        return cos.repeat(1, 2)[None], sin.repeat(1, 2)[None]
+
+    return SimpleNamespace(rotary_emb=turns, config=SimpleNamespace(rope_parameters=None))
+
+
 def expected_attention(params: Params, arrays: Arrays) -> None:
     """Queries are made of hidden states; the first keys have the largest score there is."""
     if params["epsilon"]:
@@ -460,15 +473,7 @@ def expected_attention(params: Params, arrays: Arrays) -> None:
     )
     keys, (total, width) = arrays["in_k"], arrays["in_k"].shape[2:]
 
-    def turns(like: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        # a rotation turns the first axes of the two halves into its cosines and sines
-        first = int(position[0, 0])
-        axes = torch.eye(width)[: width // 2].sum(0).expand(1, 1, position.shape[1], -1)
-        cos, sin = rotate(axes, first)[0, 0].split(width // 2, dim=1)
-        return cos.repeat(1, 2)[None], sin.repeat(1, 2)[None]
-
-    text = SimpleNamespace(rotary_emb=turns, config=SimpleNamespace(rope_parameters=None))
-    run = CacheRun(policy, ratio_count(params, total), text=text)
+    run = CacheRun(policy, ratio_count(params, total), text=turning(width))
     queries = arrays["in_hidden"] @ arrays["in_wq"].T
     run.begin(total).pre_rope = queries
     run.feed(keys, arrays["in_v"], torch.zeros(1, queries.shape[2] // width, total, width))

@@ -82,7 +82,7 @@ SCHEDULES = {
     **{
         f"{name}-each": oracle.recipe(name, "llava", every=2, joint=True, recent=1)
         for name in oracle.policies_that_drop()
-        if not mmaccel.get_method(name)().future
+        if not mmaccel.get_method(name)().prompt_only
     },
     "h2o": stage("h2o", every=1, joint=True, recent=4),
     "h2o-text": stage("h2o", every=1, text_retain=0.5, recent=2),

@@ -36,7 +36,7 @@ def recipes() -> dict[str, Recipe]:
     for name in oracle.policies_that_drop():
         found[f"{name}, joint"] = oracle.recipe(name, "llava", joint=True)
         found[f"{name}, text"] = oracle.recipe(name, "llava").override(text_retain=0.5)
-        if not mmaccel.get_method(name)().future:
+        if not mmaccel.get_method(name)().prompt_only:
             found[f"{name}, every 2"] = oracle.recipe(name, "llava", every=2, joint=True, recent=1)
             found[f"{name}, cap"] = oracle.recipe(name, "llava", every=3, cap=60, joint=True, recent=1)
     h2o = Stage("h2o", 0.3, {"every": 4, "joint": True, "recent": 2, "head_budget": "adaptive"})

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...errors import MmaccelError, UnsupportedError
+from ...errors import UnsupportedError
 from ...method import KeyBatch, ModelFacts, Policy, register
 from ..scoring.copies import of_first_keys
 
@@ -32,6 +32,7 @@ class ExpectedAttention(Policy):
     summary = "keys that queries like those of the prompt will attend to, times the norm of their values"
     paper = "arXiv 2510.00636"
     default_retain = 0.25
+    prompt_only = True
     limits = {"future": "[1, inf)"}
 
     sinks: int = 4
@@ -39,24 +40,18 @@ class ExpectedAttention(Policy):
     covariance: bool = True
     weigh_values: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scheduled:
-            raise MmaccelError("expected-attention scores the keys of a prompt when it ends; leave out every and cap.")
-
     def check(self, family: ModelFacts) -> None:
         """Refuse models without a separate query projection, whose outputs are the queries before RoPE, and another RoPE than
         the one the rotation above is of."""
         super().check(family)
         if not family.halves:
             raise UnsupportedError(
-                f"expected-attention turns queries as two halves in every layer, and RoPE of {family.name} turns pairs, "
+                f"{self.name} turns queries as two halves in every layer, and RoPE of {family.name} turns pairs, "
                 "leaves layers or channels out, or is not the same in all layers; use snapkv."
             )
         if any(not hasattr(family.attention_in(layer), "q_proj") for layer in family.attending):
             raise UnsupportedError(
-                "expected-attention looks at queries before RoPE, and this model has no q_proj where they come from; use "
-                "snapkv."
+                f"{self.name} looks at queries before RoPE, and this model has no q_proj where they come from; use snapkv."
             )
 
     def score(self, keys: KeyBatch) -> Tensor:

@@ -15,6 +15,26 @@ def place_in_chunk(keys: KeyBatch, size: int) -> Tensor:
     return (slot - torch.where(begins, slot, 0).cummax(1).values) % size
 
 
+def to_front(x: Tensor, valid: Tensor) -> Tensor:
+    """``x [B, H, K, ...]`` with what stands before the first ``valid [B, K]`` key moved to the end."""
+    return _rolled(x, _before(valid))
+
+
+def to_back(x: Tensor, valid: Tensor) -> Tensor:
+    """The inverse of :func:`to_front`."""
+    return _rolled(x, -_before(valid))
+
+
+def _before(valid: Tensor) -> Tensor:
+    return (valid.cumsum(1) == 0).sum(1, keepdim=True)
+
+
+def _rolled(x: Tensor, shift: Tensor) -> Tensor:
+    at = (torch.arange(x.shape[2], device=x.device) + shift) % x.shape[2]
+    at = at.view(len(x), 1, -1, *[1] * (x.dim() - 3))
+    return x.gather(2, at.expand_as(x))
+
+
 def by_chunks(scores: Tensor, keys: KeyBatch, size: int) -> Tensor:
     """``scores [B, Hkv, K]`` averaged over heads and over chunks of ``size`` neighbours of one picture, or of text.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,12 +71,14 @@ class CachePolicy(Run):
 class EvictKeys(CachePolicy):
     """Evict keys at the end of a prompt, and while decoding by a schedule.
 
-    pre_rope : ``[B, q, Hq D]`` or ``[B, q, Hq, D]``, the queries of the layer at work before RoPE, if the policy looks at them.
+    pre_rope, unrotated : ``[B, q, H D]`` or ``[B, q, H, D]``, queries and keys of the layer at work before RoPE, if the policy
+        looks at them.
     """
 
     def __init__(self, forward: Forward, stage: PlannedStage[Policy], state: CacheState) -> None:
         super().__init__(forward, stage, state)
         self.pre_rope: Tensor | None = None
+        self.unrotated: Tensor | None = None
         self._observed: tuple[LayerAttention, Tensor | None] | None = None
 
     @property
@@ -114,7 +117,14 @@ class EvictKeys(CachePolicy):
         tokens = self.prompt.tokens.of_layer(layer.number, query.device)
         shared = SharedPass(query, layer.value, self.prompt.split == "entropy")
         attention = LayerAttention(
-            query, layer.key, layer.visible, layer.scaling, tokens.text, memo=tokens.memo, shared_pass=shared
+            query,
+            layer.key,
+            layer.visible,
+            layer.scaling,
+            tokens.text,
+            memo=tokens.memo,
+            shared_pass=shared,
+            places=tokens.places,
         )
         self._observed = attention, self._observe(layer.number, attention, tokens.places, layer.window)
         if shared.found is None or shared.found.read is None:
@@ -131,13 +141,15 @@ class EvictKeys(CachePolicy):
             )
             with timed:
                 if self._observed is None:
-                    attention = LayerAttention(query, key, layer.visible, layer.scaling, tokens.text, memo=tokens.memo)
+                    given = query, key, layer.visible, layer.scaling, tokens.text
+                    attention = LayerAttention(*given, memo=tokens.memo, places=tokens.places)
                     received = self._observe(number, attention, tokens.places, layer.window)
                 else:
                     (attention, received), self._observed = self._observed, None
                 # these queries are large, and free before anything is chosen
                 expected, self.pre_rope = prompt.tokens.expected(tokens, key, self.pre_rope), None
-                prompt.after_attention(number, attention, tokens, received, expected)
+                unrotated, self.unrotated = self.unrotated, None
+                prompt.after_attention(number, attention, tokens, received, expected, unrotated)
             prompt.flush_if_full()
         elif self.policy.scheduled:
             phase = self.forward.phase(number)
@@ -205,15 +217,19 @@ class EvictByDraft(EvictKeys):
 
 
 def hook_queries(plan: ModelPlan, hook: Callable[..., None]) -> None:
-    """Show the policy of a prompt the queries of each layer before RoPE, if it looks at them."""
-    if plan.policy is None or not plan.policy.method.future:
+    """Show the policy of a prompt the queries, or the keys, of each layer before RoPE, if it looks at them."""
+    if plan.policy is None:
         return
 
-    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+    def note(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
         call = current(plan)
         runs = None if call is None or call.observer is not None else call.text.runs
         if runs is not None and isinstance(runs.forward, Prompt) and (evict := runs.of(EvictKeys)) is not None:
-            evict.pre_rope = output
+            setattr(evict, name, output)
 
-    for attention in map(plan.family.attention_in, plan.family.attending):
-        hook(plan.family.queries_in(attention).register_forward_hook(note))
+    family, policy = plan.family, plan.policy.method
+    for attention in map(family.attention_in, family.attending):
+        if policy.future:
+            hook(family.queries_in(attention).register_forward_hook(partial(note, "pre_rope")))
+        if policy.needs_unrotated:
+            hook(family.keys_in(attention).register_forward_hook(partial(note, "unrotated")))

@@ -24,7 +24,7 @@ KNOWN = ("uniform", "pyramid", "kvpress")
 class Waiting:
     """A layer whose attention has run, and whose keys that stay are not chosen yet.
 
-    queries : ``[B, Hq, W, D]``, the last ones of the prompt. scaling, received, expected : see
+    queries : ``[B, Hq, W, D]``, the last ones of the prompt. scaling, received, expected, unrotated : see
         :class:`~mmaccel.method.KeyBatch`; ``received`` is of the keys of the prompt.
     seen : ``[B]``, the figure of its attention that its budget is proportional to, for budgets by attention.
     """
@@ -36,6 +36,7 @@ class Waiting:
     received: Tensor | None
     expected: tuple[Tensor, Tensor] | None
     seen: Tensor | None
+    unrotated: Tensor | None = None
 
 
 def prompt_budget(stage: CacheRules, layout: Layout, notes: list[str]) -> list[int]:

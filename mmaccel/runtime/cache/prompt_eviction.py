@@ -75,13 +75,14 @@ class PromptEviction:
         tokens: Tokens,
         received: Tensor | None,
         expected: tuple[Tensor, Tensor] | None,
+        unrotated: Tensor | None = None,
     ) -> None:
         """The attention of a layer has run: keep what choosing its keys needs.
 
         Parameters
         ----------
         received : ``[B, Hkv, K]`` float32, see :meth:`mmaccel.method.Policy.observe`. expected : see
-            :class:`~mmaccel.method.KeyBatch`.
+            :class:`~mmaccel.method.KeyBatch`. unrotated : ``[B, q, Hkv D]`` or ``[B, q, Hkv, D]``, the new keys before RoPE.
         """
         # those of a whole prompt are large
         window, seen = min(self.policy.window, tokens.places.shape[1]), None
@@ -101,6 +102,7 @@ class PromptEviction:
             received=None if received is None else received[..., -tokens.places.shape[1] :],
             expected=expected,
             seen=seen,
+            unrotated=None if unrotated is None else unrotated.flatten(2).unflatten(2, (-1, channels)).transpose(1, 2),
         )
 
     def flush_if_full(self) -> None:

@@ -59,6 +59,7 @@ class PromptScores:
         keys, values = (x[:, :, -places.shape[1] :] for x in layers.stored)
         queries, valid = joined([one.queries for one in waiting]), places >= 0
         expected = [one.expected for one in waiting if one.expected is not None]
+        unrotated = [one.unrotated for one in waiting if one.unrotated is not None]
         received = [one.received for one in waiting if one.received is not None]
         batch = KeyBatch(
             keys=keys,
@@ -77,6 +78,7 @@ class PromptScores:
             expected=(joined([m for m, _ in expected]), joined([c for _, c in expected])) if expected else None,
             outgoing=self._outgoing(layers, values) if self.policy.needs_outgoing else None,
             ordinal=self.state.shared.places.ordinal(places) if self.policy.needs_ordinals else None,
+            unrotated=joined(unrotated) if unrotated else None,
             layer=layers.layers[0].number if len(waiting) == 1 else -1,
             depth=self.rules.depth,
             memo=tokens.memo,

@@ -67,6 +67,7 @@ class CacheRules:
             threshold=together.threshold,
             renewed=any(layer.schedule.renewed for layer in together.layers),
             by_rank=self.policy.official,
+            share=self.policy.merge_share,
             most=None if lengths is None else int((together.lengths - lengths).max()),
             stay=None if lengths is None else int(lengths.max()),
         )

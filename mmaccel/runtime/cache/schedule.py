@@ -160,7 +160,9 @@ class Schedule:
         query, places = together.queries(schedule.unseen)
         keys, visible = together.stored[0], together.mask(places, schedule.window)
         before = keys.new_zeros(keys.shape[:3], dtype=torch.float32) if together.received is None else together.received
-        attention = LayerAttention(query, keys, visible, schedule.scaling, places >= 0)
+        answer = self._answer(together)
+        age = None if answer is None else (places - answer[:, None]).clamp(min=0)
+        attention = LayerAttention(query, keys, visible, schedule.scaling, places >= 0, places=places, age=age)
         together.observed(observed(self.policy, attention, before))
         for layer in together.layers:
             layer.schedule.keep(self.policy.window)
@@ -193,6 +195,13 @@ class Schedule:
             kept = torch.zeros_like(kept).scatter_(-1, at, kept)
         kept = kept.unflatten(0, (-1, heads)) if kept.dim() == 2 else kept
         yield from self.stage.evicting(together, kept, torch.minimum(held, stay.view(-1, heads)))
+
+    def _answer(self, together: LayerBatch, heads: int = 1) -> Tensor | None:
+        """``[R heads]`` long, the place at which the answer of every row begins, if the policy asks for it."""
+        if not self.policy.needs_age:
+            return None
+        settled = torch.tensor([seen for layer in together.layers for seen in layer.schedule.settled])
+        return to_device(settled.repeat_interleave(heads), together.index.device)
 
     def _table(self, together: LayerBatch) -> Tensor:
         """``[B, n, 4]`` int32 (picture, t, row, column) of all places up to the end of the last prompt."""
@@ -245,6 +254,7 @@ class Schedule:
             layer=together.layers[0].number if len(together.layers) == 1 else -1,
             depth=self.stage.depth,
             decoding=True,
+            answer=self._answer(together, heads),
         )
         return batch, order
 
@@ -254,6 +264,8 @@ def room_of(policy: Policy, layer: QuantisedLayer) -> Tensor:
     capacity = layer.schedule.capacity
     assert capacity is not None
     room = torch.full_like(capacity, policy.cap) if policy.cap else capacity
+    if policy.beyond:
+        room = room + policy.beyond
     if policy.growth:
         grown = [int(policy.growth * (layer.seen - seen)) for seen in layer.schedule.settled]
         room = room + torch.tensor(grown)[:, None]

@@ -1,0 +1,186 @@
+"""Cache policies that look at keys before RoPE, at queries to come, or at long answers, against the authors' numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from comparators import Arrays, Params, close, same_positions
+from compare_kv import figures_of, kept_mask, ratio_count, same_pairs, scorer, turning
+from harness import CacheRun, NotOffered, make
+from torch import Tensor
+
+from mmaccel.method import LayerAttention, Policy
+
+
+def against(run: CacheRun, arrays: Arrays, score: Tensor) -> None:
+    """The ``score [B, H, K]`` of ours, infinite where a key stays in any case, against theirs, and the keys that stay."""
+    theirs, sure = arrays["out_score"], score == torch.inf
+    assert not sure.any() or (theirs[sure] == theirs.max()).all()
+    close(score[~sure], theirs[~sure])
+    if "out_kept" in arrays:
+        same_positions(run.positions(), arrays["out_kept"])
+
+
+# --- presses of kvpress -----------------------------------------------------------------------------------------------
+_LEVERAGE = {"kv_product": "product", "kv_avg": "mean", "key": "key", "value": "value"}
+
+
+def cur(params: Params) -> Policy:
+    if params.get("use_random_leverage"):
+        raise NotOffered("a projection by the vector's random numbers")
+    policy: Policy = make(
+        "cur",
+        leverage=_LEVERAGE[params["leverage_type"]],
+        local=params["local_window_size"] if params["use_local_approximation"] else 0,
+        sinks=params["num_sinks"],
+        joint=True,
+    )
+    return policy
+
+
+def qfilter(params: Params, arrays: Arrays) -> None:
+    """The filters of a model are given, one for every layer."""
+    given = arrays["in_filters"][params["layer_idx"]][None]
+    policy = make("qfilter", {"filters": lambda self, keys: given}, joint=True)
+    run = CacheRun(policy, ratio_count(params, arrays["in_k"].shape[2]))
+    against(run, arrays, run.prompt(arrays["in_k"], arrays["in_k"]))
+
+
+def noncausal(params: Params, arrays: Arrays) -> None:
+    policy = make("noncausal-attention", stretch=params["chunk_size"], joint=True)
+    run = CacheRun(policy, ratio_count(params, arrays["in_k"].shape[2]))
+    against(run, arrays, run.prompt(arrays["in_k"], arrays["in_v"], arrays["in_q"]))
+
+
+def unrotated(name: str, **named: str) -> Callable[[Params, Arrays], None]:
+    """A policy that is shown keys before RoPE, and draws a sketch that the vector gives; ``named`` options and parameters."""
+
+    def compare(params: Params, arrays: Arrays) -> None:
+        before, sketch = arrays["in_k_prerope"], arrays["in_sketch"]
+        options: dict[str, Any] = {ours: params[theirs] for ours, theirs in named.items()}
+        policy = make(name, joint=True, **options)
+        if hasattr(policy, "_leverage"):
+            given = make("leverage", {"projection": lambda self, keys: sketch}, sketch=sketch.shape[3])
+            policy = make(name, {"_leverage": given}, joint=True, **options)
+        else:
+            policy = make(name, {"projection": lambda self, keys: sketch}, joint=True, **options)
+        keys, total = arrays.get("in_k", before), before.shape[2]
+        run = CacheRun(policy, total // 2)
+        run.begin(total).unrotated = before.transpose(1, 2)
+        heads = before.shape[1]
+        run.feed(keys, arrays.get("in_v", keys), arrays.get("in_q", keys.new_zeros(1, heads, *keys.shape[2:])))
+        against(run, arrays, run.ranks[-1])
+
+    return compare
+
+
+def cap(params: Params, arrays: Arrays) -> None:
+    """Queries before RoPE are given."""
+    policy = make("capkv", tau=params["tau"], future=params["n_future_positions"], sinks=params["n_sink"], joint=True)
+    keys = arrays["in_k"]
+    run = CacheRun(policy, ratio_count(params, keys.shape[2]), text=turning(keys.shape[3]))
+    run.begin(keys.shape[2]).pre_rope = arrays["in_q_prerope"].transpose(1, 2)
+    run.feed(keys, arrays["in_v"], torch.zeros_like(arrays["in_q_prerope"]))
+    against(run, arrays, run.ranks[-1])
+
+
+def merging(params: Params, arrays: Arrays) -> None:
+    """Around KNorm; theirs come in the order of the scores."""
+    options = {"compact": f"values:{params['similarity_threshold']}", "merge_share": params["merge_fraction"]}
+    keys, values = arrays["in_k"], arrays["in_v"]
+    run = CacheRun(make("knorm", joint=True, **options), ratio_count(params, keys.shape[2]))
+    score = run.prompt(keys, values)
+    order = score.topk(arrays["out_k"].shape[2], dim=-1).indices
+    assert torch.equal(keys.gather(2, order[..., None].expand_as(arrays["out_k"])), arrays["out_k"])
+    same_pairs(run, order, arrays["out_k"], arrays["out_v"])
+
+
+# --- while decoding ---------------------------------------------------------------------------------------------------
+def keyformer(params: Params, arrays: Arrays) -> None:
+    """The prompt, then one token and one eviction a step; theirs count the slot of the token to come among the newest."""
+    recent, heavy = params["req_tokens"]
+    queries, keys, values = (arrays[f"in_{x}"] for x in "qkv")
+    steps = params["steps"]
+    size = keys.shape[2] - steps
+    policy = make(
+        "keyformer", tau=params["tau_init"], slope=params["tau_delta"], recent=recent - 1, joint=True, every=1
+    )
+    run = CacheRun(policy, recent + heavy - 1)
+    run.begin(size)
+    run.feed(*(x[:, :, :size] for x in (keys, values, queries)))
+    for step in range(steps + 1):
+        seen = size + step
+        theirs = arrays["out_masks"][step][:, :seen].bool()
+        assert torch.equal(kept_mask(run, seen)[0], theirs), step
+        if step == steps:
+            break
+        run.begin(1, prompt=False)
+        new = slice(seen, seen + 1)
+        held, layer = kept_mask(run, seen)[0], run.state.layers[0]
+        read = [torch.cat([x, y[:, :, new]], 2) for x, y in zip(layer.stored(), (keys, values), strict=True)]
+        text = torch.ones(1, 1, dtype=torch.bool)
+        weight = LayerAttention(queries[:, :, new], read[0], None, keys.shape[3] ** -0.5, text).attention(0, 1)
+        close((weight @ read[1])[0, :, 0], arrays["out_attn_output"][step + 1, 0])
+        assert held.any()
+        run.feed(keys[:, :, new], values[:, :, new], queries[:, :, new])
+    live = arrays["out_masks"][-1][:, : keys.shape[2]].bool()
+    theirs = torch.stack([row[mask] for row, mask in zip(arrays["out_scores"], live, strict=True)])
+    close(figures_of(run)[0], theirs)
+
+
+def morphkv(params: Params, arrays: Arrays) -> None:
+    """Theirs says ``max_capacity``, and keeps the current token besides."""
+    window = params["window_size"]
+    policy = make("morphkv", window=window + 1, fusion=params["morph_type"].removesuffix("_fused"), joint=True)
+    run = CacheRun(policy, params["max_capacity"] + 1)
+    run.prompt(arrays["in_k"], arrays["in_v"], arrays["in_q"])
+    same_pairs(run, arrays["out_positions"][None], arrays["out_k"], arrays["out_v"])
+
+
+def rpc(params: Params, arrays: Arrays) -> None:
+    """A prompt, and all of the answer up to the compression in one forward."""
+    if params["agg_func"] != "mean":
+        raise NotOffered(f"heads joined by {params['agg_func']}")
+    keys, values, prompt, newest = arrays["in_k"], arrays["in_v"], params["prompt_len"], params["R"]
+    written = keys.shape[2] - prompt
+    kept = (params["num_comp"] + 1) * params["T"]
+    policy = make(
+        "rpc",
+        every=written,
+        growth=(kept + 0.5) / written,
+        window=newest,
+        kernel=params["kernel_size"],
+        pooling={"avgpool": "avg", "maxpool": "max"}[params["pooling"]],
+        aggregation=params["aggregation"],
+    )
+    run = CacheRun(policy, 1.0)
+    heads = arrays["in_q"].shape[1]
+    run.begin(prompt)
+    run.feed(keys[:, :, :prompt], values[:, :, :prompt], keys.new_zeros(1, heads, prompt, keys.shape[3]))
+    run.begin(written, prompt=False)
+    asked = torch.nn.functional.pad(arrays["in_q"], (0, 0, written - newest, 0))
+    run.feed(keys[:, :, prompt:], values[:, :, prompt:], asked)
+    same_pairs(run, arrays["out_positions"][None], arrays["out_k"], arrays["out_v"])
+
+
+COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
+    ("NVIDIA/kvpress", "CURPress.score"): scorer(cur),
+    ("NVIDIA/kvpress", "QFilterPress.score"): qfilter,
+    ("NVIDIA/kvpress", "NonCausalAttnPress.score"): noncausal,
+    ("NVIDIA/kvpress (PyPI kvpress)", "LeverageScorePress.score"): unrotated("leverage", sketch="sketch_dimension"),
+    ("NVIDIA/kvpress (PyPI kvpress)", "CompactorPress.score"): unrotated(
+        "compactor",
+        stretch="chunk_size",
+        blend="blending",
+        sinks="sink_size_start",
+        recent="sink_size_end",
+        sketch="sketch_dimension",
+    ),
+    ("NVIDIA/kvpress (PyPI kvpress)", "CapPress.score"): cap,
+    ("NVIDIA/kvpress", "MergingPress.compress"): merging,
+    ("d-matrix-ai/keyformer-llm", "GPTJAttention._attn"): keyformer,
+    ("ghadiaravi13/MorphKV", "LlamaAttentionMorph.morphkv_mask / DynamicCache.cleanup"): morphkv,
+    ("jiwonsong-dev/ReasoningPathCompression", "RPCCluster.compress_kv"): rpc,
+}
