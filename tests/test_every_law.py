@@ -386,8 +386,8 @@ class CodecOfAll(FP8):
 
 
 class CodecOfNothing(FP8):
-    def value_planes(self, values: Tensor, cut: Any) -> Any:
-        return super().value_planes(torch.ones_like(values), cut)
+    def value_planes(self, values: Tensor, cut: Any, before: Any) -> Any:
+        return super().value_planes(torch.ones_like(values), cut, before)
 
 
 class CodecOfPlaces(FP8):

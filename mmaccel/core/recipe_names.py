@@ -145,6 +145,7 @@ RecipeName: TypeAlias = Literal[
     "tokenselect",
     "tome",
     "tova",
+    "turboquant",
     "uniform",
     "uniform-frames",
     "vasparse",

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from comparators import Arrays, Params, close
 from compare_kv import last_queries
 from harness import NotOffered, make
-from mmaccel_kernels.pages import Pages, Plane, unpack
+from mmaccel_kernels.decode import decode_attention
+from mmaccel_kernels.pages import Format, Pages, Plane, matrix, pack, rotate, unpack
+from mmaccel_kernels.pages import rotation as rotations
 from torch import Tensor
 
 from mmaccel.kv.codecs.base import Codec
@@ -216,14 +221,226 @@ def vidkv_pack(params: Params, arrays: Arrays) -> None:
         assert (arrays["out_min"] == (0 if sign else -1)).all()
 
 
+# --- TurboQuant -------------------------------------------------------------------------------------------------------
+def as_ours(x: Tensor, rotation: Tensor) -> Tensor:
+    """``x [..., D]`` so turned that our rotation makes of it what theirs makes of ``x``."""
+    return (x.double() @ rotation.double().mT @ matrix(x.shape[-1], 0)).float()
+
+
+def as_theirs(x: Tensor, rotation: Tensor) -> Tensor:
+    return (x.double() @ matrix(x.shape[-1], 0).mT @ rotation.double()).float()
+
+
+def turbo(x: Tensor, side: int = 0, **options: Any) -> tuple[Pages, tuple[Plane, ...], Tensor]:
+    """Pages of ``x [heads, tokens, D]`` as keys, or as values (1): their planes of it, and what comes back in that shape."""
+    pages = one_page(x, x, **options)
+    return pages, (pages.values if side else pages.keys), pages.decoded()[side].view_as(x)
+
+
+def one_page(keys: Tensor, of_values: Tensor, /, **options: Any) -> Pages:
+    """Pages of keys and values ``[heads, tokens, D]``, one for each head."""
+    heads, tokens = keys.shape[:2]
+    codec = make("turboquant", page=-(-tokens // 16) * 16, **options)
+    return codec.pack(keys.flatten(0, 1), of_values.flatten(0, 1), torch.full((1, heads), tokens))
+
+
+def codes_in_page(pages: Pages, plane: Plane, like: Tensor) -> Tensor:
+    """The codes of ``like [heads, tokens, D]``."""
+    return unpack(plane.codes, plane.format, pages.page, pages.tile)[:, : like.shape[1]].int()
+
+
+def ascending(pages: Pages, plane: Plane, like: Tensor) -> Tensor:
+    """Codes as indices of ascending levels."""
+    own, half = codes_in_page(pages, plane, like), plane.format.levels // 2
+    return torch.where(own >= half, 2 * half - 1 - own, own + half)
+
+
+def book_is(format: Format, centroids: Tensor, most: float) -> None:
+    both = torch.tensor([*(-x for x in reversed(format.book)), *format.book])
+    torch.testing.assert_close(both, centroids * format.group**0.5, rtol=most, atol=most)
+
+
+def same_levels(ours: Tensor, theirs: Tensor, x: Tensor, rotation: Tensor, centroids: Tensor) -> None:
+    """Their solver stops before ours: a coordinate between their decision point and ours may have either of two levels."""
+    y = x / x.norm(dim=-1, keepdim=True) @ rotation.mT
+    bounds = (centroids[1:] + centroids[:-1]) / 2
+    apart = ours != theirs
+    assert float(apart.float().mean()) < 2e-3 and ((ours - theirs).abs() <= 1).all()
+    assert ((y[apart][:, None] - bounds).abs().amin(-1) < 2e-3 * x.shape[-1] ** -0.5).all()
+
+
+def with_levels(pages: Pages, plane: Plane, index: Tensor) -> Plane:
+    """The plane with these levels ``[heads, tokens, D]``."""
+    half, mine = plane.format.levels // 2, unpack(plane.codes, plane.format, pages.page, pages.tile).int()
+    own = torch.where(index >= half, index - half, 2 * half - 1 - index)
+    padded = torch.nn.functional.pad(own, (0, 0, 0, pages.page - own.shape[1]))
+    codes, scale = pack(padded, plane.format, pages.tile), plane.scale
+    if plane.format.corrected:
+        lengths = [torch.tensor(plane.format.book)[x & half - 1].norm(dim=-1, keepdim=True) for x in (mine, padded)]
+        scale = scale * lengths[0] / lengths[1]
+    return replace(plane, codes=codes, scale=scale)
+
+
+def turboquant_mse(params: Params, arrays: Arrays) -> None:
+    mse_of(arrays, params["bits"], "three_sigma", "out_norm")
+    if "out_packed" in arrays:
+        pairs = arrays["out_indices"].int().unflatten(-1, (-1, 2))
+        assert torch.equal(pairs[..., 0] << 4 | pairs[..., 1], arrays["out_packed"].int())
+
+
+def turboquant_mlx(params: Params, arrays: Arrays) -> None:
+    bits = params["bits"]
+    mse_of(arrays, bits, "sphere", "out_norm")
+    index = arrays["out_indices"].long()
+    stream = (index[..., None] >> torch.arange(bits) & 1).flatten(-2)
+    stream = torch.nn.functional.pad(stream, (0, -stream.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    assert torch.equal((stream << torch.arange(32)).sum(-1), arrays["out_packed"].long())
+
+
+def mse_of(arrays: Arrays, bits: int, codebook: str, norm: str) -> None:
+    x, rotation = arrays["in_x"], arrays["in_rotation"]
+    pages, (plane,), back = turbo(as_ours(x, rotation), bits=bits, codebook=codebook, correct=False)
+    book_is(plane.format, arrays["in_centroids"], 2e-3)
+    theirs = arrays["out_indices"].int()
+    same_levels(ascending(pages, plane, x), theirs, x, rotation, arrays["in_centroids"])
+    back = with_levels(pages, plane, theirs).decoded(pages.page, pages.tile, None, None)[:, : x.shape[1]]
+    theirs = arrays[norm].reshape(-1)
+    torch.testing.assert_close(
+        plane.scale[:, : x.shape[1]].flatten() * x.shape[-1] ** 0.5, theirs, rtol=6e-4, atol=1e-6
+    )
+    torch.testing.assert_close(as_theirs(back, rotation), arrays["out_x"], rtol=5e-3, atol=5e-3)
+
+
+def turboquant_split(params: Params, arrays: Arrays) -> None:
+    x, bits = arrays["in_x"], params["bits"]
+    pages, planes, _ = turbo(x, bits=bits, codebook="sphere", correct=False)
+    out = torch.zeros_like(x)
+    for plane, name in zip(planes, ("high", "low"), strict=True):
+        at, rotation = arrays[f"out_{name}_channels"], arrays[f"in_rotation_{name}"]
+        assert plane.channels is not None and (plane.channels == at.int()).all()
+        book_is(plane.format, arrays[f"in_centroids_{name}"], 2e-3)
+        whole = as_ours(x[..., at], rotation)
+        _, (half,), back = turbo(
+            whole, bits=len(arrays[f"in_centroids_{name}"]).bit_length() - 1, codebook="sphere", correct=False
+        )
+        assert half.format == plane.format
+        out[..., at] = as_theirs(back, rotation)
+    # a coordinate between their decision point and ours moves what comes back of its token
+    far = (out - arrays["out_x"]).norm(dim=-1) > 3e-3 * x.norm(dim=-1)
+    assert float(far.float().mean()) < 0.1
+
+
+def turboquant_prod(params: Params, arrays: Arrays) -> None:
+    keys, queries, rotation, width = arrays["in_k"], arrays["in_q"], arrays["in_rotation"], params["dim"]
+    if params["qjl_dim"] != width:
+        raise NotOffered("turboquant with a sketch of another size")
+    # theirs is of the residual before our turn, and divided by the root of its size
+    ours = as_ours(torch.eye(width), rotation)
+    sketch = arrays["in_sketch"].double() * width**0.5 @ ours.double()
+    options = {"bits": 4, "value_bits": params["bits"], "codebook": "three_sigma", "correct": False, "sketch": True}
+    with patch.object(rotations, "_matrix", lambda *_: sketch):
+        pages, (coded, signs), back = turbo(as_ours(keys, rotation)[None], side=1, **options)
+    book_is(coded.format, arrays["in_centroids"], 2e-3)
+    assert torch.equal(ascending(pages, coded, keys[None])[0], arrays["out_indices"].int())
+    assert torch.equal(codes_in_page(pages, signs, keys[None])[0] * 2 - 1, arrays["out_signs"].int())
+    close(coded.scale.flatten()[: len(keys), None] * width**0.5, arrays["out_norm"])
+    unit = 2 * (torch.pi / 2) ** 0.5 / width
+    torch.testing.assert_close(
+        signs.scale.flatten()[: len(keys), None] / unit, arrays["out_residual_norm"], rtol=2e-4, atol=2e-4
+    )
+    right = queries @ as_theirs(back[0], rotation).mT
+    torch.testing.assert_close(right, arrays["out_logits_right"], rtol=2e-3, atol=2e-3)
+    # as shipped what is left is estimated too small by the root of the size
+    first = turbo(
+        as_ours(keys, rotation)[None], **options | {"bits": params["bits"] - 1, "sketch": False, "value_bits": 4}
+    )[2]
+    alone = queries @ as_theirs(first[0], rotation).mT
+    shipped = alone + (right - alone) / width**0.5
+    torch.testing.assert_close(shipped, arrays["out_logits_as_shipped"], rtol=2e-3, atol=2e-3)
+
+
+def turboquant_vllm(params: Params, arrays: Arrays) -> None:
+    keys, values = (arrays[name].transpose(0, 1).contiguous() for name in ("in_k", "in_v"))
+    bits, rotation, width = (params["key_bits"], params["value_bits"]), arrays["in_rotation"], keys.shape[2]
+    pages = one_page(as_ours(keys, rotation), values, bits=bits[0], value_bits=bits[1], values="uniform")
+    (key,), (value,), (heads, tokens) = pages.keys, pages.values, keys.shape[:2]
+    book_is(key.format, arrays["in_centroids"], 2e-3)
+    cache = arrays["out_cache"].transpose(0, 1).int()
+    ends = [width * bits[0] // 8, width * bits[0] // 8 + 2]
+    ends.append(ends[1] + width * bits[1] // 8)
+
+    def read(first: int, last: int, each: int) -> Tensor:
+        stream = (cache[..., first:last, None] >> torch.arange(8) & 1).flatten(-2).unflatten(-1, (-1, each))
+        return (stream << torch.arange(each)).sum(-1).int()
+
+    index = read(0, ends[0], bits[0])
+    same_levels(ascending(pages, key, keys), index, keys, rotation, arrays["in_centroids"])
+    assert torch.equal(codes_in_page(pages, value, values), read(ends[1], ends[2], bits[1]))
+    pages = replace(pages, keys=(with_levels(pages, key, index),))
+    decoded_keys, decoded_values = (x.view_as(keys) for x in pages.decoded())
+    # a level of theirs is a thousandth from ours
+    rotated = decoded_keys.double() @ matrix(width, 0).mT
+    torch.testing.assert_close(rotated.float(), arrays["out_k_rotated"], rtol=5e-3, atol=5e-3)
+    torch.testing.assert_close(decoded_values, arrays["out_v"], rtol=2e-3, atol=2e-3)
+
+    def half(at: int) -> Tensor:
+        return (cache[..., at] | cache[..., at + 1] << 8).to(torch.int16).view(torch.float16).float()
+
+    assert value.zero is not None
+
+    def there(x: Tensor) -> Tensor:
+        return x.flatten(1).reshape(heads, -1)[:, :tokens]
+
+    close_half = {"rtol": 2e-3, "atol": 1e-5}
+    torch.testing.assert_close(half(ends[0]), keys.norm(dim=-1), **close_half)
+    torch.testing.assert_close(half(ends[2]), there(value.scale), **close_half)
+    torch.testing.assert_close(half(ends[2] + 2), there(value.zero), rtol=2e-3, atol=2e-3)
+    assert not cache[..., ends[2] + 4 :].any()
+    query = arrays["in_q"].view(1, -1, 1, width)
+    tail = torch.zeros(1, heads, 0, width)
+    asked = as_ours(query, rotation)
+    out, lse = decode_attention(asked, tail, tail, pages=pages)
+    torch.testing.assert_close(out[0, :, 0], arrays["out_attn"], rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse[0, :, 0], arrays["out_lse"], rtol=2e-3, atol=2e-3)
+
+
+def turboquant_books(params: Params, arrays: Arrays) -> None:
+    for width in arrays["in_dims"].tolist():
+        for bits in arrays["in_bits"].tolist():
+            want = arrays[f"out_centroids_d{width}_b{bits}"]
+            # the sketch takes a bit of what values have
+            codebook = "sphere" if params["use_exact"] else "three_sigma"
+            options = {"bits": 4, "codebook": codebook, "correct": False}
+            if bits < 4:
+                options |= {"value_bits": bits + 1, "sketch": True}
+            x = torch.randn(1, 16, width, generator=torch.Generator().manual_seed(bits))
+            pages = one_page(x, x, **options)
+            plane = pages.values[0] if bits < 4 else pages.keys[0]
+            book_is(plane.format, want, 2e-4)
+            unit = rotate(x, 0) / x.norm(dim=-1, keepdim=True)
+            index = (unit[..., None] - want).abs().argmin(-1)
+            back = plane.decoded(16, pages.tile, None, None)
+            close_levels = rotate(back, 0) / x.norm(dim=-1, keepdim=True) - want[index]
+            assert float((close_levels.abs() > 1e-3).float().mean()) < 2e-3
+
+
 _CACHE = "QuantizedCacheVLM._quantize_key/_quantize_value/_dequantize_*"
 _KIVI = "quant_and_pack_kcache / quant_and_pack_vcache / unpack_and_dequant_* / triton_quantize_and_pack_along_last_dim"
+
+_PACKAGE = "Alberto-Codes/turboquant-vllm (PyPI turboquant-vllm)"
+_VLLM = "triton_turboquant_store, _tq_full_dequant_kv, _tq_decode_stage1"
 
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("jy-yuan/KIVI", _KIVI): kivi,
     ("insuhan/calibquant", "quant"): calibquant,
     ("SalesforceAIResearch/ThinK", "key_pruner_query_driven"): think,
     ("NVIDIA/kvpress", "ThinKPress.compress"): think_kvpress,
+    (_PACKAGE, "TurboQuantMSE.quantize, .dequantize"): turboquant_mse,
+    (_PACKAGE, "TurboQuantProd.quantize, .estimate_inner_product"): turboquant_prod,
+    (_PACKAGE, "solve_lloyd_max"): turboquant_books,
+    ("Blaizzy/mlx-vlm", "_TurboQuantMSECodec.quantize, .dequantize"): turboquant_mlx,
+    ("Blaizzy/mlx-vlm", "_SplitCodec.quantize, .dequantize"): turboquant_split,
+    ("vllm-project/vllm (PyPI vllm)", _VLLM): turboquant_vllm,
     ("KD-TAO/VidKV", _CACHE): vidkv,
     ("KD-TAO/VidKV", "triton_quantize_and_pack_along_last_dim"): vidkv_pack,
 }

@@ -24,7 +24,13 @@ from mmaccel_kernels.pages import Format, Pages, Plane, split
 
 #: largest difference from the definition, of results of about 1
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-CODES = ("sign", "ternary", "three", "int1", "int2", "int4", "int8", "fp8")
+CODES = ("sign", "ternary", "three", "int1", "int2", "int3", "int4", "int8", "fp8")
+BOOKS = {
+    "book1": (0.7979,),
+    "book2": (0.4528, 1.5104),
+    "book3": (0.2451, 0.7560, 1.3439, 2.1519),
+    "book4": (0.1284, 0.3880, 0.6568, 0.9423, 1.2562, 1.6180, 2.0690, 2.7326),
+}
 
 
 def bounds(lengths):
@@ -364,6 +370,30 @@ def test_keys_coded_as_waves(queries, width, device):
     same = packed([200, 130, 0, 33], 2, 32, plain, Format("int8", "channel", 32), 64, 16, device=device)
     torch.testing.assert_close(pages.decoded()[0], same.decoded()[0], atol=0.04, rtol=0)
     torch.testing.assert_close(out, decode_attention_kernel(scaling=0.125, **inputs, pages=same)[0], atol=0.04, rtol=0)
+
+
+@pytest.mark.parametrize(("queries", "masked"), [(1, False), (3, True)])
+@pytest.mark.parametrize("code", BOOKS)
+def test_rotated_keys_and_values_by_books(code, queries, masked, device):
+    """Queries are rotated and values rotated back; neither the tail nor flat keys are touched."""
+    inputs = make([5, 80, 0, 1], 2, 2, 4, queries, 32, 5, masked=masked, device=device)
+    form = Format(code, "token", 32, seed=3, book=BOOKS[code])
+    inputs["pages"] = packed([200, 0, 33, 128], 2, 32, form, form, 128, 16, device=device)
+    if masked:
+        more = torch.rand(2, 2, queries, 200, generator=torch.Generator().manual_seed(3)) < 0.5
+        inputs["visible"] = torch.cat([more.to(device), inputs["visible"]], dim=-1)
+    compare(inputs, more=3)
+
+
+@pytest.mark.parametrize("width", [16, 24])
+def test_halves_of_keys_rotated_apart(width, device):
+    inputs = make(None, 2, 2, 3, 1, 48, 5, device=device)
+    planes = [
+        (Format(code, "token", n, seed=3, book=BOOKS[code]), n) for code, n in (("book3", width), ("book2", 48 - width))
+    ]
+    value = Format("book4", "token", 48, seed=5, book=BOOKS["book4"])
+    pages = packed([200, 130, 0, 33], 2, 48, planes, value, 64, 16, device=device)
+    compare(inputs | {"pages": pages}, more=3)
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 4])

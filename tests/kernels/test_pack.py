@@ -11,7 +11,14 @@ from mmaccel_kernels.pack import Shared, encode, measure, quantise, quantise_def
 from mmaccel_kernels.pack.naive import SCALE_MAX
 from mmaccel_kernels.pages import Format, Pages, cumulative, dequantise, from_e4m3, pack, split, unpack
 
-CODES = ("sign", "ternary", "three", "int1", "int2", "int4", "int8", "fp8")
+CODES = ("sign", "ternary", "three", "int1", "int2", "int3", "int4", "int8", "fp8")
+#: positive levels of codes that have a book
+BOOKS = {
+    "book1": (0.7979,),
+    "book2": (0.4528, 1.5104),
+    "book3": (0.2451, 0.7560, 1.3439, 2.1519),
+    "book4": (0.1284, 0.3880, 0.6568, 0.9423, 1.2562, 1.6180, 2.0690, 2.7326),
+}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 #: page, tile, group of tokens
 GEOMETRY = ((128, 32, 32), (160, 16, 32), (32, 16, 32), (16, 16, 16))
@@ -48,6 +55,12 @@ def test_packing_is_lossless_and_places_digits_as_specified(code, page, tile):
     assert torch.equal(unpack(packed, format, page, tile), codes)
     # one token by hand, from the words of the specification
     t, m = page - 1, format.digits
+    if code == "int3":
+        rows = -(-page // (4 * tile)) * tile
+        low = int(packed[1, t // tile // 4 * tile + t % tile, 5]) >> t // tile % 4 * 2 & 3
+        high = int(packed[1, rows + t // tile // 8 * tile + t % tile, 5]) >> t // tile % 8 & 1
+        assert low + 4 * high == codes[1, t, 5]
+        return
     byte = int(packed[1, t // tile // m * tile + t % tile, 5])
     digit = t // tile % m
     by_hand = (byte * 3**digit % 256) * 3 >> 8 if code == "ternary" else byte >> digit * (8 // m) & ((1 << 8 // m) - 1)
@@ -75,7 +88,7 @@ def test_bytes_are_as_many_as_the_bits_say():
     def bits(code, page=640, tile=16):
         return Format(code, "channel", 32).rows(page, tile) * 8 / page
 
-    assert [bits(code) for code in CODES] == [1, 1.6, 2, 1, 2, 4, 8, 8]
+    assert [bits(code) for code in CODES] == [1, 1.6, 2, 1, 2, 3, 4, 8, 8]
 
 
 # --- the definition ---------------------------------------------------------------------------------------------------
@@ -176,6 +189,41 @@ def test_padding_of_a_page_changes_nothing():
         short = quantise(x, start, count, format, page=32, tile=16)
         other = quantise(torch.cat([x[:24], x[24:] * 1e3]), start, count, format, page=32, tile=16)
         assert all(map(torch.equal, short.tensors(), other.tensors()))
+
+
+@pytest.mark.parametrize(("bits", "error"), [(1, 0.3634), (2, 0.1175), (3, 0.03454), (4, 0.009497)])
+@pytest.mark.parametrize("width", [64, 80])
+def test_books_of_rotated_tokens_lose_what_the_best_quantiser_loses(bits, error, width):
+    """The mean square errors are those of Max's table, although one channel is larger than the others."""
+    code = f"book{bits}"
+    x = torch.randn(512, width, generator=torch.Generator().manual_seed(1))
+    x[:, 5] *= 3
+    one = (torch.tensor([0]), torch.tensor([512], dtype=torch.int32))
+    plane = quantise(
+        x, *one, Format(code, "token", width, seed=7, book=BOOKS[code], corrected=False), page=512, tile=16
+    )
+    back = plane.decoded(512, 16, None, None)[0]
+    assert float((back - x).square().sum() / x.square().sum()) == pytest.approx(error, rel=0.15)
+    # the scales make tokens as long as they were
+    plane = quantise(x, *one, Format(code, "token", width, seed=7, book=BOOKS[code]), page=512, tile=16)
+    torch.testing.assert_close(plane.decoded(512, 16, None, None)[0].norm(dim=1), x.norm(dim=1), rtol=1e-4, atol=0)
+
+
+def test_a_token_is_coded_as_if_alone():
+    x = torch.randn(64, 80)
+    form = Format("book3", "token", 80, seed=7, book=BOOKS["book3"])
+    one = (torch.tensor([0]), torch.tensor([64], dtype=torch.int32))
+    whole = quantise(x, *one, form, page=64, tile=16).decoded(64, 16, None, None)[0]
+    for token in (0, 17, 63):
+        one = (torch.tensor([token]), torch.tensor([1], dtype=torch.int32))
+        assert torch.equal(quantise(x, *one, form, page=64, tile=16).decoded(64, 16, None, None)[0, 0], whole[token])
+
+
+def test_a_book_has_as_many_levels_as_its_code():
+    with pytest.raises(ValueError, match="1 positive levels"):
+        Format("book3", "token", 32, book=(1.0,))
+    with pytest.raises(ValueError, match="axis='token'"):
+        Format("book2", "channel", 32, book=BOOKS["book2"])
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------
@@ -304,6 +352,22 @@ def test_kernel_is_its_definition(code, axis, geometry, device):
     width, group = (24, group) if axis == "channel" else (32, 16)
     lengths = [1, page + 7, 0]
     compare(ragged(lengths, width, dtype, device), lengths, Format(code, axis, group), page, tile, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize("code", BOOKS)
+def test_kernel_by_books(code, corrected, dtype, device):
+    """One token alone is nought, one is one channel, and the last page is short."""
+    x = ragged([130, 0, 33], 32, dtype, device)
+    x[7], x[8] = 0.0, torch.eye(32, device=device)[3] * 50
+    start, count, _ = split(torch.tensor([130, 0, 33], device=device), 64)
+    format = Format(code, "token", 32, book=BOOKS[code], corrected=corrected)
+    ours = quantise_kernel(x, start, count, format, 64, 16, torch.float32)
+    want = quantise_definition(x, start, count, format, 64, 16, torch.float32)
+    torch.testing.assert_close(ours.scale, want.scale)
+    assert float((ours.codes != want.codes).float().mean()) < 1e-3
+    assert ours.codes.shape == want.codes.shape
 
 
 @pytest.mark.parametrize(

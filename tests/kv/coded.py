@@ -13,6 +13,7 @@ from mmaccel.kv.codecs.calibquant import CalibQuant
 from mmaccel.kv.codecs.fp8 import FP8
 from mmaccel.kv.codecs.kivi import KIVI
 from mmaccel.kv.codecs.think import ThinK
+from mmaccel.kv.codecs.turboquant import TurboQuant
 from mmaccel.kv.codecs.vidkv import VidKV
 from mmaccel.kv.index import KeyIndex
 from mmaccel.kv.packed import QuantisedLayer
@@ -30,6 +31,12 @@ SMALL = (
     CalibQuant(page=16),
     CalibQuant(page=32, bits=4),
     ThinK(page=32, residual=8, prune=0.2, align=1),
+    TurboQuant(page=32),
+    TurboQuant(page=32, bits=3, residual=8, seed=3, codebook="sphere"),
+    TurboQuant(page=16, bits=2.5, value_bits=2),
+    TurboQuant(page=32, bits=2, value_bits=3.5, correct=False),
+    TurboQuant(page=16, bits=4, value_bits=3, values="uniform"),
+    TurboQuant(page=16, bits=4, sketch=True),
 )
 #: codecs that tell kinds of tokens apart
 SEVERAL = (
@@ -40,7 +47,10 @@ SEVERAL = (
 
 
 def name_of(*codecs: Codec) -> str:
-    return " ".join(f"{codec.name}-{getattr(codec, 'bits', '')}-{codec.page}" for codec in codecs)
+    return " ".join(
+        f"{codec.name}-{getattr(codec, 'bits', '')}-{codec.page}{'-sketch' * getattr(codec, 'sketch', False)}"
+        for codec in codecs
+    )
 
 
 def names_of(codecs: tuple[Codec, ...]) -> str:

@@ -13,6 +13,7 @@ from mmaccel.kv.codecs.calibquant import CalibQuant
 from mmaccel.kv.codecs.fp8 import FP8
 from mmaccel.kv.codecs.kivi import KIVI
 from mmaccel.kv.codecs.think import ThinK
+from mmaccel.kv.codecs.turboquant import TurboQuant
 from mmaccel.kv.codecs.vidkv import VidKV
 
 
@@ -23,6 +24,9 @@ from mmaccel.kv.codecs.vidkv import VidKV
         (KIVI(bits=8), 0.02),
         (KIVI(bits=4), 0.12),
         (KIVI(bits=2), 0.6),
+        (TurboQuant(bits=4), 0.4),
+        (TurboQuant(bits=3), 0.75),
+        (TurboQuant(bits=2.5), 0.95),
         (CalibQuant(bits=4), 0.2),
         (CalibQuant(bits=1), 1.0),
     ],
@@ -85,6 +89,13 @@ def test_bytes_are_what_the_papers_say() -> None:
     assert bits(KIVI(bits=4)) == 4 + 1
     assert bits(KIVI(bits=2, group=128)) == 2 + 0.25
     assert bits(FP8()) == 8 + 16 / 128
+    # one scale a token and head
+    assert [bits(TurboQuant(bits=n)) for n in (2, 3, 4)] == [n + 16 / 128 for n in (2, 3, 4)]
+    assert bits(TurboQuant(bits=3, value_bits=4, values="uniform")) == (3 + 16 / 128 + 4 + 32 / 128) / 2
+    # two scales, and which channels are which; the sketch takes a bit of what values have
+    halves = pytest.approx(2.5 + 2 * 16 / 128 + 32 * 128 / keys.numel())
+    assert bits(TurboQuant(bits=2.5)) == halves
+    assert bits(TurboQuant(bits=3, sketch=True)) == 3 + 1.5 * 16 / 128
     # two rows of 128 scales and zero points for all pages
     assert bits(CalibQuant()) == 1 + 32 / 1280
     # 32 bits of scale and zero for 32 hard keys, 16 for 32 easy ones or values; which channels are which
@@ -200,6 +211,10 @@ def test_tiles_waste_no_byte_where_that_can_be() -> None:
         (lambda: CalibQuant(residual=4), "leave out residual"),
         (lambda: CalibQuant(visual_only=False), "leave out visual_only"),
         (lambda: VidKV(key_bits=1.0), "`key_bits` of vidkv must be greater than 1 and at most 2, got 1.0"),
+        (lambda: TurboQuant(bits=5), "`bits` of turboquant must be 2, 2.5, 3, 3.5 or 4, got 5"),
+        (lambda: TurboQuant(bits=2.5, sketch=True), "leave out sketch"),
+        (lambda: TurboQuant(bits=2.5, values="uniform"), "whole value_bits"),
+        (lambda: TurboQuant(seed=-1), "`seed` of turboquant must be at least 0, got -1"),
         (lambda: ThinK(prune=1.0), "`prune` of think must be at least 0 and less than 1, got 1.0"),
         (lambda: ThinK(align=0), "`align` of think must be at least 1, got 0"),
         (lambda: VidKV(value_bits=4), "`value_bits` of vidkv must be 1.58 or 2, got 4"),

@@ -28,6 +28,8 @@ CODECS: dict[str, Recipe] = {
     "fp8": recipe_of("fp8", page=16),
     "kivi": recipe_of("kivi", **COARSE),
     "think": recipe_of("think", page=32, residual=0, align=4),
+    "turboquant": recipe_of("turboquant", page=16),
+    "turboquant, halves": recipe_of("turboquant", page=16, bits=3.5),
     "vidkv": recipe_of("vidkv", page=32),
     "vidkv, waves": recipe_of("vidkv", page=32, fourier=True, protect=0.3),
     "calibquant": recipe_of("calibquant", page=16),

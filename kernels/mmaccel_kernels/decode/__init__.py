@@ -99,7 +99,7 @@ def check(
     if pages is not None:
         if pages.heads != hkv or pages.batch != b:
             raise ValueError(f"pages hold {pages.batch} rows of {pages.heads} heads, and keys {b} rows of {hkv}.")
-        widths = [sum(plane.codes.shape[2] for plane in planes) for planes in (pages.keys, pages.values)]
+        widths = [pages.width_of(side) for side in (pages.keys, pages.values)]
         widths[0] = pages.key_width or widths[0]
         if widths != [d, values.shape[3]]:
             raise ValueError(

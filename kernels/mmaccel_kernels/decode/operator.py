@@ -6,6 +6,7 @@ Operators take tensors, lists of tensors, numbers and strings, so pages travel a
 from __future__ import annotations
 
 import ast
+import dataclasses
 from functools import cache
 from typing import Any
 
@@ -93,7 +94,7 @@ def _spread(pages: Pages, tensors: list[Tensor]) -> str:
         own, form = (of.codes, of.scale, of.zero, of.channels), of.format
         there = ", ".join(str(x is not None) for x in own)
         tensors.extend(x for x in own if x is not None)
-        return f"(({form.code!r}, {form.axis!r}, {form.group}, {form.fourier}), {there})"
+        return f"({dataclasses.astuple(form)!r}, {there})"
 
     keys, values = ("".join(plane(of) + ", " for of in planes) for planes in (pages.keys, pages.values))
     tensors.extend((pages.count, pages.meta, pages.table, pages.cu_pages))

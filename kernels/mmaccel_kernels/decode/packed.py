@@ -38,9 +38,9 @@ def _products(
     codes, scale, zero = plane
     index, at, stored = page
     word, operand, unit, lift = held
-    if s % PLANE[1] == 0:
-        word = words(codes, index, s // PLANE[1], PLANE, PAGE, TILE, stored)
-    code = digit(word, s % PLANE[1], PLANE)
+    if s % PLANE[12] == 0:
+        word = words(codes, index, s, PLANE, PAGE, TILE, stored)
+    code = digit(word, s, PLANE)
     if PLANE[2] and PLANE[3] > TILE:
         if s * TILE % PLANE[3] == 0:
             factor, added = of_channels(scale, zero, at, s * TILE // PLANE[3], PLANE, PAGE)
@@ -68,9 +68,9 @@ def _with_values(
     codes, scale, zero = plane
     index, at, stored = page
     word, products, weights, since = held
-    if s % PLANE[1] == 0:
-        word = words(codes, index, s // PLANE[1], PLANE, PAGE, TILE, stored)
-    code = digit(word, s % PLANE[1], PLANE)
+    if s % PLANE[12] == 0:
+        word = words(codes, index, s, PLANE, PAGE, TILE, stored)
+    code = digit(word, s, PLANE)
     if PLANE[2]:
         if s * TILE % PLANE[3] == 0:
             products, weights, since = tl.zeros_like(acc), tl.zeros_like(shrink), tl.zeros_like(shrink) + 1.0

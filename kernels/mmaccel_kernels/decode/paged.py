@@ -91,7 +91,7 @@ def _sums_of_codes(sums):
 def _whole(of: Plane, share: int, tile: int) -> bool:
     """Whether bytes and groups of tokens do not cross from warp to warp."""
     form = of.format
-    if form.code == "ternary" or (form.axis == "channel" and form.group % share):
+    if form.code == "ternary" or form.by_book or form.three_bits or (form.axis == "channel" and form.group % share):
         return False
     return form.digits == 1 or (tile >= 8 and share % (tile * form.digits) == 0)
 

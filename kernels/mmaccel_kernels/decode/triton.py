@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._triton import jit, tl, triton
 from ..launch import Repeated, is_even, workspace
-from ..pages import Pages, Plane
+from ..pages import Format, Pages, Plane, turned_back
 from ..pages.triton import plane
 from . import paged
 from .dense import attend
@@ -68,6 +68,8 @@ def decode_attention_kernel(
         raise ValueError(
             f"query has {query.shape[2]} tokens and the decode kernel takes at most {MAX_QUERIES}; use prefill attention."
         )
+    if pages is not None and (format := pages.values_turned) is not None:
+        return _with_turned_values(query, keys, values, scaling, flat, pages, visible, tail, format)
     # the loop in CUDA C++ takes a positive scale
     found = paged.loop(pages, query, visible is not None) if pages is not None and scaling > 0 else None
     of_pages = None
@@ -84,6 +86,28 @@ def decode_attention_kernel(
     alone = of_pages is not None and not capacity and flat is None
     dense = None if alone else _leave_keys(query, keys, values, scaling, flat, pages, visible, tail)
     return merged(query, hkv, dv, dense, of_pages)
+
+
+def _with_turned_values(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    flat: Flat | None,
+    pages: Pages,
+    visible: Tensor | None,
+    tail: Tensor | None,
+    format: Format,
+) -> tuple[Tensor, Tensor]:
+    """The same of pages whose values are rotated: what is found of them is rotated back, and merged with the rest."""
+    none = keys[:, :, :0], values[:, :, :0]
+    found, lse = decode_attention_kernel(query, *none, scaling, None, pages.with_values_as_stored(), visible)
+    found = turned_back(found.float(), format).to(query.dtype)
+    if not keys.shape[2] and flat is None:
+        return found, lse
+    rest, rest_lse = decode_attention_kernel(query, keys, values, scaling, flat, None, visible, tail)
+    share = (rest_lse - lse).sigmoid().nan_to_num(0.0)[..., None]
+    return torch.lerp(found.float(), rest.float(), share).to(query.dtype), torch.logaddexp(lse, rest_lse)
 
 
 def _leave_keys(
@@ -162,7 +186,7 @@ def readable(pages: Pages | None, query: Tensor, dv: int) -> bool:
     """Whether a kernel reads these pages: at most two planes of keys, one of values, tiles that a product can take."""
     if pages is None or paged.fits(pages, query, dv):
         return True
-    whole = len(pages.values) == 1 and pages.values[0].channels is None
+    whole = len(pages.values) == 1 and pages.values[0].channels is None and not pages.summed
     return whole and len(pages.keys) <= 2 and pages.tile in (16, 32, 64, 128)
 
 

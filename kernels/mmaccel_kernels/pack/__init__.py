@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..launch import run
-from ..pages import Format, Plane, waves
-from .naive import Shared, encode, kept, measure, meta_type, quantise_definition, to_e4m3
+from ..pages import Format, Plane, turned
+from .naive import Shared, by_book, encode, kept, measure, meta_type, quantise_definition, to_e4m3
 from .triton import quantise_kernel
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -46,7 +46,7 @@ def quantise(
     """
     _check(x, start, count, format, page, tile, shared)
     meta_dtype = meta_dtype or meta_type(x.dtype)
-    x = waves(x) if format.fourier else x
+    x = turned(x, format)
     return run(quantise_kernel, quantise_definition, x, start, count, format, page, tile, meta_dtype, shared)
 
 
@@ -84,6 +84,7 @@ def _check(
 
 __all__ = [
     "Shared",
+    "by_book",
     "encode",
     "kept",
     "measure",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,10 @@ def quantise_definition(
     token = torch.arange(page, device=x.device)
     there = token < count[:, None]
     rows = x[torch.where(there, start[:, None] + token, 0)].float()
+    if format.by_book:
+        codes, scale = by_book(rows, format)
+        scale = kept(scale * there[..., None], meta_dtype, SCALE_MAX)
+        return Plane(format, pack(codes.masked_fill(~there[..., None], 0), format, tile), scale, None)
     if shared is None:
         scale, zero = measure(rows, there, format)
         scale = kept(scale, meta_dtype, SCALE_MAX if format.axis == "token" else torch.inf)
@@ -88,6 +93,21 @@ def measure(x: Tensor, there: Tensor, format: Format) -> tuple[Tensor, Tensor | 
         return size.amax(over) / FP8_MAX, None
     mean = size.sum(over) / there.sum(over).clamp(min=1)
     return (2 * mean if format.code == "sign" else mean), None
+
+
+def by_book(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """Codes of ``x [N, page, D]`` float32 by the nearest level, and scales ``[N, page, D / group]`` float32: of every group
+    of channels what makes the levels as long as the token, or its root mean square. Of two levels as near it is the outer."""
+    x = grouped(x, format)
+    mean = x.square().mean(-1).sqrt()
+    size = x.abs() / torch.where(mean > 0, mean, 1.0)[..., None]
+    rank, level = torch.zeros_like(x, dtype=torch.int32), torch.full_like(x, format.book[0])
+    for place, (before, own) in enumerate(pairwise(format.book), 1):
+        above = size >= (before + own) / 2
+        rank, level = torch.where(above, place, rank), torch.where(above, own, level)
+    codes = rank + (x < 0).int() * (format.levels // 2)
+    scale = mean / level.square().mean(-1).sqrt() if format.corrected else mean
+    return codes.flatten(-2), scale
 
 
 def encode(x: Tensor, format: Format, scale: Tensor, zero: Tensor | None) -> Tensor:

@@ -64,6 +64,9 @@ def constants(format: Format, page: int, tile: int, width: int, shared: bool) ->
         "BLOCK": triton.next_power_of_2(channels),
         "INTERLEAVED": format.interleaved(width),
         "SHARED": shared,
+        "BOOK": format.book,
+        "HALF": len(format.book),
+        "CORRECTED": format.corrected,
     }
 
 
@@ -133,6 +136,24 @@ def _code(x, scale, zero, CODE: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @jit
+def _by_book(x, known, members: tl.constexpr, BOOK: tl.constexpr, HALF: tl.constexpr, CORRECTED: tl.constexpr):
+    """Codes and scales of tokens ``x [TILE, BLOCK]`` as :func:`.naive.by_book` says."""
+    mean = tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 1), tl.zeros([x.shape[0]], tl.float32) + members))
+    size = tl.div_rn(tl.abs(x), tl.where(mean > 0, mean, 1.0)[:, None] + tl.zeros_like(x))
+    rank = tl.zeros(x.shape, tl.int32)
+    level = tl.full(x.shape, BOOK[0], tl.float32)
+    for k in tl.static_range(1, HALF):
+        above = size >= (BOOK[k - 1] + BOOK[k]) / 2
+        rank, level = tl.where(above, k, rank), tl.where(above, BOOK[k], level)
+    scale = mean
+    if CORRECTED:
+        squares = tl.sum(tl.where(known, level * level, 0.0), 1)
+        length = tl.sqrt_rn(tl.div_rn(squares, tl.zeros_like(squares) + members))
+        scale = tl.where(length > 0, tl.div_rn(mean, tl.where(length > 0, length, 1.0)), 0.0)
+    return rank + (x < 0).to(tl.int32) * HALF, scale
+
+
+@jit
 def _of_group(
     value, known, source, row_stride, first, members, inside,
     CODE: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
@@ -169,10 +190,12 @@ def _quantise(
     x, row_stride, start, count, codes, scale, zero, meta, width,
     CODE: tl.constexpr, DIGITS: tl.constexpr, LEVELS: tl.constexpr, AFFINE: tl.constexpr, PER_CHANNEL: tl.constexpr,
     GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
-    INTERLEAVED: tl.constexpr, SHARED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, SHARED: tl.constexpr, BOOK: tl.constexpr, HALF: tl.constexpr, CORRECTED: tl.constexpr,
 ):  # fmt: skip
     """A block of channels of one page."""
     BLOCKS: tl.constexpr = (PAGE // TILE + DIGITS - 1) // DIGITS
+    # rows of bytes of a page; codes of three bits have their lower two before the others
+    TWO: tl.constexpr = (PAGE // TILE + 3) // 4 if LEVELS == 8 else 0
     page = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, BLOCK)
     inside = (tl.arange(0, BLOCK) < CHANNELS) & (channel < width)
@@ -183,12 +206,13 @@ def _quantise(
     position = channel
     if INTERLEAVED:
         position = channel // (GROUP // 8) % 8 * (width // 8) + channel // GROUP * (GROUP // 8) + channel % (GROUP // 8)
-    target = codes + (page * BLOCKS * TILE + token[:, None]) * width + position[None, :]
+    target = codes + (page * (BLOCKS + TWO) * TILE + token[:, None]) * width + position[None, :]
     step = tl.zeros([BLOCK if PER_CHANNEL else TILE], tl.float32)
     offset = tl.zeros_like(step)
 
     for block in range(BLOCKS):
         byte = tl.zeros([TILE, BLOCK], tl.int32)
+        lower = tl.zeros([TILE, BLOCK], tl.int32)
         for digit in range(DIGITS):
             first = (block * DIGITS + digit) * TILE
             known = (token + first < members)[:, None] & inside[None, :]
@@ -207,15 +231,29 @@ def _quantise(
             else:
                 place = (row * PAGE + first + token) * (width // CHANNELS) + tl.program_id(1)
                 whole = token + first < PAGE
-                if SHARED:
+                if HALF:
+                    code, step = _by_book(value, known, CHANNELS, BOOK, HALF, CORRECTED)
+                    _kept(scale + place, step, whole, 1023.5)
+                elif SHARED:
                     step, offset = _given(scale, zero, place, whole, AFFINE)
                 else:
                     low, high, size = _figures(value, known, 1, CODE)
                     step, offset = _scales(low, high, size, CHANNELS, CODE, LEVELS)
                     step, offset = _measured(scale, zero, place, step, offset, whole, AFFINE, 1023.5)
-                code = _code(value, step[:, None], offset[:, None], CODE, LEVELS)
+                if HALF == 0:
+                    code = _code(value, step[:, None], offset[:, None], CODE, LEVELS)
             code = tl.where(known, code, 0)
-            byte = byte * 3 + code if CODE == "ternary" else byte + (code << (digit * (8 // DIGITS)))
+            if LEVELS == 8:
+                byte += (code >> 2) << digit
+                lower += (code & 3) << (digit % 4 * 2)
+                if (digit % 4 == 3) & (block * 2 + digit // 4 < TWO):
+                    tl.store(target + (block * 2 + digit // 4) * TILE * width, lower.to(tl.uint8), mask=inside[None, :])
+                if digit % 4 == 3:
+                    lower = tl.zeros_like(lower)
+            elif CODE == "ternary":
+                byte = byte * 3 + code
+            else:
+                byte += code << (digit * (8 // DIGITS))
         if CODE == "ternary":
             byte = (byte * 256 + 242) // 243
-        tl.store(target + block * TILE * width, byte.to(tl.uint8), mask=inside[None, :])
+        tl.store(target + (TWO + block) * TILE * width, byte.to(tl.uint8), mask=inside[None, :])

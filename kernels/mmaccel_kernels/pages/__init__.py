@@ -20,14 +20,22 @@ ternary   3      5      ``(w 3^i mod 256) 3 >> 8``            ``scale (c - 1)``
 three     3      4      ``w >> 2i & 3``                       ``scale (c - 1)``
 int1      2      8      ``w >> i & 1``                        ``scale c + zero``
 int2      4      4      ``w >> 2i & 3``                       ``scale c + zero``
+int3      8      8      see below                             ``scale c + zero``
 int4      16     2      ``w >> 4i & 15``                      ``scale c + zero``
 int8      256    1      ``w``                                 ``scale c + zero``
 fp8       253    1      ``w``, e4m3 (``scale`` is to 448)     ``scale e4m3(w)``
+book1     2      8      ``w >> i & 1``                        ``scale level(c)``
+book2     4      4      ``w >> 2i & 3``                       ``scale level(c)``
+book3     8      8      see below                             ``scale level(c)``
+book4     16     2      ``w >> 4i & 15``                      ``scale level(c)``
 ========= ====== ====== ===================================== ================================
 
 Five ternary codes are the fraction ``w / 256`` in base 3, rounded up: digit ``i`` is the ``i``-th behind the point.
 The levels of ``three`` are the same in a quarter more bytes, which an AND takes apart. An e4m3 byte is ``256`` times the
 float16 with bits ``(w & 128) << 8 | (w & 127) << 7``, subnormal numbers included; no byte is NaN.
+Codes of three bits have their lower two as those of two bits have them, and behind all these rows the highest ones as those
+of one bit. ``level(c)`` of a ``book`` code of ``b`` bits is number ``c mod 2^(b - 1)`` of the positive levels of its format,
+with a minus if ``c`` has its highest bit.
 
 **Scales** (and ``zero`` where the code has one) stand in rows ``meta[n]`` of page ``n``: pages may share a row. Grouped
 along tokens (``axis="channel"``: every channel has its own range) a row is ``[page / group, D]``, grouped along channels
@@ -41,10 +49,12 @@ in the order of its tokens. Pages are never changed once written; appending adds
 tokens were dropped stay until others can take them: see :meth:`Pages.compacted`.
 
 **Waves.** A format with ``fourier`` codes not the channels of a token but their Fourier transform (:func:`waves`), which is
-orthogonal, so that nothing is undone to attend: ``q . k = waves(q) . waves(k)`` (:meth:`Pages.turned`).
+orthogonal, so that nothing is undone to attend: ``q . k = waves(q) . waves(k)`` (:meth:`Pages.turned`). One with a
+``seed`` codes a rotation of the channels, ``R k``: keys are not rotated back either, and values once a query, when they are
+summed.
 
 **Planes.** Keys (or values) may be split over channels into planes of different codes. A plane says which channels it
-holds in ``channels [B Hkv, D']``; None says all, in order.
+holds in ``channels [B Hkv, D']``; None says all, in order. What several planes hold of all channels is summed.
 
 Tokens that are not packed, a full-precision residual, are no part of this: they are flat ``[total, D]`` with lengths, or dense.
 """
@@ -52,8 +62,9 @@ Tokens that are not packed, a full-precision residual, are no part of this: they
 from __future__ import annotations
 
 from .format import FP8_MAX, Code, Format, paged, tile_for
-from .naive import channels_of, dequantise, from_e4m3, grouped, pack, unpack, waves
+from .naive import channels_of, dequantise, from_book, from_e4m3, grouped, pack, turned, turned_back, unpack, waves
 from .ragged import concatenated, cumulative, ranges, split, sums
+from .rotation import matrix, rotate, rotate_back
 from .storage import Pages, Plane
 
 __all__ = [
@@ -66,14 +77,20 @@ __all__ = [
     "concatenated",
     "cumulative",
     "dequantise",
+    "from_book",
     "from_e4m3",
     "grouped",
+    "matrix",
     "pack",
     "paged",
     "ranges",
+    "rotate",
+    "rotate_back",
     "split",
     "sums",
     "tile_for",
+    "turned",
+    "turned_back",
     "unpack",
     "waves",
 ]

@@ -9,7 +9,9 @@ import torch
 
 from .._triton import triton
 
-Code = Literal["sign", "ternary", "three", "int1", "int2", "int4", "int8", "fp8"]
+Code = Literal[
+    "sign", "ternary", "three", "int1", "int2", "int3", "int4", "int8", "fp8", "book1", "book2", "book3", "book4"
+]
 
 #: code -> (levels, codes a byte, what a code without zero point is centred on)
 _CODES: dict[str, tuple[int, int, float]] = {
@@ -18,9 +20,14 @@ _CODES: dict[str, tuple[int, int, float]] = {
     "three": (3, 4, 1.0),
     "int1": (2, 8, 0.0),
     "int2": (4, 4, 0.0),
+    "int3": (8, 8, 0.0),
     "int4": (16, 2, 0.0),
     "int8": (256, 1, 0.0),
     "fp8": (253, 1, 0.0),
+    "book1": (2, 8, 0.0),
+    "book2": (4, 4, 0.0),
+    "book3": (8, 8, 0.0),
+    "book4": (16, 2, 0.0),
 }
 
 _EIGHT_COLUMNS = triton is not None and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
@@ -40,12 +47,20 @@ class Format:
         channels).
     group : tokens, or channels, that share a scale.
     fourier : code the :func:`waves` of the channels.
+    seed : code the channels after the rotation of this seed (:func:`.rotation.rotate`); None for no rotation.
+    sketch : the map of ``seed`` is no rotation, but a matrix of independent normal numbers.
+    book : of a ``book`` code the positive levels, ascending, for numbers of variance 1.
+    corrected : a scale makes what is represented as long as the token; else it is the root mean square of the token.
     """
 
     code: Code
     axis: Literal["channel", "token"]
     group: int
     fourier: bool = False
+    seed: int | None = None
+    sketch: bool = False
+    book: tuple[float, ...] = ()
+    corrected: bool = True
 
     def __post_init__(self) -> None:
         if self.code not in _CODES:
@@ -54,6 +69,25 @@ class Format:
             raise ValueError(f"axis must be 'channel' or 'token', not {self.axis!r}.")
         if self.group < 1:
             raise ValueError(f"group must be at least 1, not {self.group}.")
+        if len(self.book) != (self.levels // 2 if self.by_book else 0):
+            raise ValueError(f"Code {self.code!r} has {len(self.book)} positive levels.")
+        if self.by_book and self.axis != "token":
+            raise ValueError(f"Code {self.code!r} needs axis='token'.")
+
+    @property
+    def by_book(self) -> bool:
+        """Whether levels stand in ``book``: the lower bits of a code say which, and its highest bit that it is negative."""
+        return self.code.startswith("book")
+
+    @property
+    def three_bits(self) -> bool:
+        """Whether codes have three bits: the lower two of all tokens come first, then the highest."""
+        return self.levels == 8
+
+    @property
+    def turned(self) -> bool:
+        """Whether it is not the channels themselves that are coded."""
+        return self.fourier or self.seed is not None
 
     @property
     def levels(self) -> int:
@@ -81,7 +115,13 @@ class Format:
 
     def rows(self, page: int, tile: int) -> int:
         """Rows of bytes of a page."""
+        if self.three_bits:
+            return self.rows_of_two(page, tile) + tile * -(-page // (tile * 8))
         return tile * -(-page // (tile * self.digits))
+
+    def rows_of_two(self, page: int, tile: int) -> int:
+        """Rows of bytes of a page with the lower two bits of codes of three."""
+        return tile * -(-page // (tile * 4))
 
     def meta(self, page: int, width: int) -> tuple[int, int]:
         """Shape of the scales of a page of ``width`` channels."""

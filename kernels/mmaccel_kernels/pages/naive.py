@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .format import Format
+from .rotation import rotate, rotate_back
 
 
 def pack(codes: Tensor, format: Format, tile: int) -> Tensor:
@@ -15,6 +16,8 @@ def pack(codes: Tensor, format: Format, tile: int) -> Tensor:
     digits, rows, (n, page, width) = format.digits, format.rows(codes.shape[1], tile), codes.shape
     if format.interleaved(width):
         codes = codes.unflatten(2, (-1, 8, format.group // 8)).transpose(2, 3).reshape(n, page, width)
+    if format.three_bits:
+        return torch.cat([_bytes_of(codes & 3, 4, 2, tile), _bytes_of(codes >> 2, 8, 1, tile)], dim=1)
     padded = codes.new_zeros(n, rows * digits, width, dtype=torch.int32)
     padded[:, :page] = codes
     padded = padded.view(n, rows // tile, digits, tile, width)
@@ -28,6 +31,18 @@ def pack(codes: Tensor, format: Format, tile: int) -> Tensor:
     return number.to(torch.uint8).view(n, rows, width)
 
 
+def _bytes_of(fields: Tensor, digits: int, bits: int, tile: int) -> Tensor:
+    """``fields [N, page, D]`` of so many bits -> bytes ``[N, rows, D]``, so many of a channel in a byte."""
+    n, page, width = fields.shape
+    blocks = -(-page // (tile * digits))
+    padded = fields.new_zeros(n, blocks * digits * tile, width, dtype=torch.int32)
+    padded[:, :page] = fields
+    padded = padded.view(n, blocks, digits, tile, width)
+    number = sum(padded[:, :, i] << bits * i for i in range(digits))
+    assert isinstance(number, Tensor)
+    return number.to(torch.uint8).view(n, blocks * tile, width)
+
+
 def unpack(packed: Tensor, format: Format, page: int, tile: int) -> Tensor:
     """The inverse of :func:`pack`: bytes ``[N, rows, D]`` -> codes ``[N, page, D]``, whole numbers."""
     n, rows, width = packed.shape
@@ -37,16 +52,28 @@ def unpack(packed: Tensor, format: Format, page: int, tile: int) -> Tensor:
         packed = words.transpose(2, 3).reshape(n, rows, width // 4).view(torch.uint8)
     if format.digits == 1:
         return packed[:, :page]
+    if format.three_bits:
+        two = format.rows_of_two(page, tile)
+        low, high = (
+            _fields_of(rows_, bits, page, tile) for rows_, bits in ((packed[:, :two], 2), (packed[:, two:], 1))
+        )
+        return low | high << 2
     # no size is left to be inferred: there may be no page
     blocks = packed.view(n, rows // tile, 1, tile, width)
     if format.code == "ternary":
         power = torch.tensor([3**i for i in range(5)], dtype=torch.int32, device=packed.device)
         codes = (blocks.int() * power[:, None, None] & 255) * 3 >> 8
     else:
-        each = 8 // format.digits
-        shifts = _shifts if packed.device.type == "cpu" else _shifts.__wrapped__
-        codes = blocks >> shifts(each, packed.device) & ((1 << each) - 1)
+        return _fields_of(packed, 8 // format.digits, page, tile)
     return codes.reshape(n, rows * format.digits, width)[:, :page]
+
+
+def _fields_of(packed: Tensor, bits: int, page: int, tile: int) -> Tensor:
+    """Bytes ``[N, rows, D]`` -> the fields of so many bits in them, ``[N, page, D]`` uint8."""
+    n, rows, width = packed.shape
+    shifts = _shifts if packed.device.type == "cpu" else _shifts.__wrapped__
+    fields = packed.view(n, rows // tile, 1, tile, width) >> shifts(bits, packed.device) & ((1 << bits) - 1)
+    return fields.reshape(n, rows * (8 // bits), width)[:, :page]
 
 
 @lru_cache(maxsize=32)
@@ -59,19 +86,46 @@ def _shifts(each: int, device: torch.device) -> Tensor:
 def dequantise(codes: Tensor, format: Format, scale: Tensor, zero: Tensor | None, out: Tensor | None = None) -> Tensor:
     """``codes [..., page, D]`` and scales ``[..., *format.meta]`` -> ``[..., page, D]`` float32; written to ``out`` of that
     shape if it is given."""
-    value = from_e4m3(codes) if format.code == "fp8" else codes.float()
+    value = from_e4m3(codes) if format.code == "fp8" else from_book(codes, format) if format.by_book else codes.float()
     if format.centre:
         value = value - format.centre
     written = value
-    if out is not None and out.dtype == value.dtype and not format.fourier and not out.requires_grad:
+    if out is not None and out.dtype == value.dtype and not format.turned and not out.requires_grad:
         written, out = out, None
     into = grouped(written, format)
     torch.mul(grouped(value, format), _spread(scale.float(), format), out=into)
     if zero is not None:
         into.add_(_spread(zero.float(), format))
     value = written
-    value = channels_of(value) if format.fourier else value
+    value = turned_back(value, format)
     return value if out is None else out.copy_(value)
+
+
+def from_book(codes: Tensor, format: Format) -> Tensor:
+    """Levels of a book that codes say, float32 of the same shape."""
+    half = format.levels // 2
+    if codes.device.type == "cpu":
+        levels = torch.tensor([*format.book, *(-x for x in format.book)])
+        return levels.index_select(0, codes.flatten().int()).view(codes.shape)
+    # no table is copied to the device
+    rank, value = codes & (half - 1), torch.full_like(codes, format.book[0], dtype=torch.float32)
+    for place, level in enumerate(format.book[1:], 1):
+        value = torch.where(rank >= place, level, value)
+    return torch.where(codes >= half, -value, value)
+
+
+def turned(x: Tensor, format: Format) -> Tensor:
+    """The numbers that are coded for the channels ``x [..., D]``: the same, or their transform in float32."""
+    if format.seed is not None:
+        return rotate(x.float(), format.seed, format.sketch)
+    return waves(x) if format.fourier else x
+
+
+def turned_back(x: Tensor, format: Format) -> Tensor:
+    """Inverse of :func:`turned`."""
+    if format.seed is not None:
+        return rotate_back(x, format.seed, format.sketch)
+    return channels_of(x) if format.fourier else x
 
 
 def grouped(x: Tensor, format: Format) -> Tensor:

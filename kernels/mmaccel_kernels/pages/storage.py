@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .format import Format
-from .naive import dequantise, pack, unpack, waves
+from .naive import dequantise, pack, turned, unpack
 from .ragged import cumulative, ranges, sums
 
 
@@ -114,16 +114,36 @@ class Pages:
         return sum(storages.values())
 
     def turned(self, query: Tensor) -> Tensor:
-        """``query [B, Hq, q, D]`` as the keys are coded: the same, but for waves where a plane of keys holds them."""
+        """``query [B, Hq, q, D]`` as the keys are coded: the same, but turned where a plane of keys holds turned ones."""
         for plane in self.keys:
-            if plane.format.fourier:
+            if plane.format.turned:
                 rows = query.reshape(self.batch * self.heads, -1, query.shape[-1])
                 if plane.channels is None:
-                    query = waves(rows).to(query.dtype).view_as(query)
+                    query = turned(rows, plane.format).to(query.dtype).view_as(query)
                 else:
                     at = plane.channels.long()[:, None].expand(-1, rows.shape[1], -1)
-                    query = rows.scatter(2, at, waves(rows.gather(2, at)).to(query.dtype)).view_as(query)
+                    query = rows.scatter(2, at, turned(rows.gather(2, at), plane.format).to(query.dtype)).view_as(query)
         return query
+
+    @property
+    def values_turned(self) -> Format | None:
+        """The format of values that are stored in one plane and rotated; None for others."""
+        first = self.values[0].format
+        return first if len(self.values) == 1 and first.seed is not None else None
+
+    def with_values_as_stored(self) -> Pages:
+        """The same pages, of whose values nothing is rotated back."""
+        return replace(self, values=tuple(replace(one, format=replace(one.format, seed=None)) for one in self.values))
+
+    @staticmethod
+    def width_of(planes: tuple[Plane, ...]) -> int:
+        """Channels that planes hold; several planes of all channels are summed."""
+        return planes[0].codes.shape[2] if planes[0].channels is None else sum(one.codes.shape[2] for one in planes)
+
+    @property
+    def summed(self) -> bool:
+        """Whether a side has several planes of all channels, whose sum it is."""
+        return any(len(side) > 1 and side[0].channels is None for side in (self.keys, self.values))
 
     def decoded(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Keys and values, flat ``[total, D]`` each: head after head, tokens in order (lengths as :meth:`lengths`)."""
@@ -163,8 +183,8 @@ class Pages:
         if tokens < there.numel():
             filled = (~there).flatten().long().argsort(stable=True)[:tokens]
             parts = [part[filled] for part in parts]
-        if len(parts) == 1 and planes[0].channels is None:
-            return parts[0].to(dtype)
+        if planes[0].channels is None:
+            return torch.stack(parts).sum(0).to(dtype) if len(parts) > 1 else parts[0].to(dtype)
         out = parts[0].new_zeros(len(parts[0]), width or sum(part.shape[1] for part in parts))
         per_head = self.lengths().flatten()
         for part, plane in zip(parts, planes, strict=True):

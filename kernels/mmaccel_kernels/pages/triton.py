@@ -6,16 +6,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .._triton import jit, tl, triton
 from .storage import Plane
 
 
-def plane(of: Plane, dtype: torch.dtype) -> tuple[str, int, bool, int, float, bool, int, int, int, bool]:
+def plane(of: Plane, dtype: torch.dtype) -> tuple[Any, ...]:
     """Compile-time constants of a plane: code, digits, whether channels share scales, group, centre, whether there are zero
-    points, width, padded width, what a code becomes more by when it becomes a number of ``dtype``, and whether channels
-    are interleaved."""
+    points, width, padded width, what a code becomes more by when it becomes a number of ``dtype``, whether channels are
+    interleaved; the positive levels of a book and how many these are; how many tiles have their codes in the same bytes."""
     form, width = of.format, of.codes.shape[2]
     offset = {torch.bfloat16: 128 if form.levels <= 128 else 0, torch.float16: 1024, torch.float32: 0}[dtype]
     if form.code == "fp8" or form.axis == "token":
@@ -32,13 +34,20 @@ def plane(of: Plane, dtype: torch.dtype) -> tuple[str, int, bool, int, float, bo
         block,
         offset,
         form.interleaved(width),
+        form.book,
+        len(form.book),
+        4 if form.three_bits else form.digits,
     )
 
 
 @jit
-def digit(word, i: tl.constexpr, PLANE: tl.constexpr):
-    """Digit ``i`` of bytes, int32."""
+def digit(word, s: tl.constexpr, PLANE: tl.constexpr):
+    """Codes of tile ``s``, int32, from what :func:`words` read of them."""
     DIGITS: tl.constexpr = PLANE[1]
+    i: tl.constexpr = s % DIGITS
+    if PLANE[0] == "int3" or PLANE[0] == "book3":
+        low, high = word
+        return ((low.to(tl.int32) >> (s % 4 * 2)) & 3) | (((high.to(tl.int32) >> i) & 1) << 2)
     word = word.to(tl.int32)
     if DIGITS == 5:
         return ((word * (3**i) & 255) * 3) >> 8
@@ -46,6 +55,17 @@ def digit(word, i: tl.constexpr, PLANE: tl.constexpr):
         return word
     else:
         return (word >> (i * (8 // DIGITS))) & ((1 << (8 // DIGITS)) - 1)
+
+
+@jit
+def level(digit, PLANE: tl.constexpr):
+    """Levels of a book, float32."""
+    HALF: tl.constexpr = PLANE[11]
+    rank = digit & (HALF - 1)
+    value = tl.full(digit.shape, PLANE[10][0], tl.float32)
+    for k in tl.static_range(1, HALF):
+        value = tl.where(rank >= k, PLANE[10][k], value)
+    return tl.where(digit >= HALF, -value, value)
 
 
 @jit
@@ -65,9 +85,25 @@ def number(digit, DTYPE: tl.constexpr, PLANE: tl.constexpr):
 
 
 @jit
-def words(codes, index, block, PLANE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, stored):
-    """``[TILE, BLOCK]`` uint8, the bytes of ``block``; none of tokens that are not stored."""
-    DIGITS: tl.constexpr = PLANE[1]
+def words(codes, index, s: tl.constexpr, PLANE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, stored):
+    """``[TILE, BLOCK]`` uint8, the bytes with the codes of tile ``s``; none of tokens that are not stored. Of three bits both
+    the bytes of the lower two and those of the highest."""
+    if PLANE[0] == "int3" or PLANE[0] == "book3":
+        TWO: tl.constexpr = (PAGE + TILE * 4 - 1) // (TILE * 4) * TILE
+        ALL: tl.constexpr = TWO + (PAGE + TILE * 8 - 1) // (TILE * 8) * TILE
+        codes += index * (ALL * PLANE[6])
+        low = _words(codes, 0, s // 4, 4, PLANE, PAGE, TILE, stored)
+        high = _words(codes + TWO * PLANE[6], 0, s // 8, 8, PLANE, PAGE, TILE, stored)
+        return low, high
+    else:
+        return _words(codes, index, s // PLANE[1], PLANE[1], PLANE, PAGE, TILE, stored)
+
+
+@jit
+def _words(
+    codes, index, block: tl.constexpr, DIGITS: tl.constexpr, PLANE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, stored
+):  # fmt: skip
+    """The bytes of ``block``, of so many digits each."""
     WIDTH: tl.constexpr = PLANE[6]
     t, d = tl.arange(0, TILE), tl.arange(0, PLANE[7])
     rows: tl.constexpr = (PAGE + TILE * DIGITS - 1) // (TILE * DIGITS) * TILE
@@ -119,5 +155,10 @@ def expanded(
         place = token[:, None] * (WIDTH // PLANE[3]) + (d // PLANE[3])[None, :]
         there = (token < stored)[:, None] & (d < WIDTH)[None, :]
         factor, added = _meta(scale + own, zero + own, place, there, PLANE)
-    value = number(digit, tl.float32, PLANE) if CODE == "fp8" else digit.to(tl.float32) - PLANE[4]
+    if CODE == "fp8":
+        value = number(digit, tl.float32, PLANE)
+    elif PLANE[11] > 0:
+        value = level(digit, PLANE)
+    else:
+        value = digit.to(tl.float32) - PLANE[4]
     return (value * factor + added).to(DTYPE)

@@ -159,10 +159,10 @@ class Codec(Method):
         new = None if new is None else new.to(keys.device, non_blocking=keys.device.type != "cpu")
         cut = Cut(start, count, head, lengths, tile, query_energy, new)
         planes = self._checked("key_planes()", self.key_planes(keys.contiguous(), cut, before), keys, cut)
-        of_values = self._checked("value_planes()", self.value_planes(values.contiguous(), cut), values, cut)
+        of_values = self._checked("value_planes()", self.value_planes(values.contiguous(), cut, before), values, cut)
         meta = check_tensor(self, "meta()", self.meta(cut), "integer", (len(count),), count)
         check_slots(self, "meta()", meta, min(len(plane.scale) for plane in (*planes, *of_values)))
-        narrow = sum(plane.codes.shape[2] for plane in planes) < keys.shape[1]
+        narrow = planes[0].channels is not None and sum(plane.codes.shape[2] for plane in planes) < keys.shape[1]
         return Pages(
             keys=planes,
             values=of_values,
@@ -190,7 +190,7 @@ class Codec(Method):
         """The keys of every page, ``keys [total, D]``."""
         return (self.plane(keys, cut, self.formats(keys.shape[1])[0]),)
 
-    def value_planes(self, values: Tensor, cut: Cut) -> tuple[Plane, ...]:
+    def value_planes(self, values: Tensor, cut: Cut, before: Pages | None) -> tuple[Plane, ...]:
         """The values of every page, ``values [total, Dv]``."""
         return (self.plane(values, cut, self.formats(values.shape[1])[-1]),)
 

@@ -62,7 +62,7 @@ class CalibQuant(Codec):
     def key_planes(self, keys: Tensor, cut: Cut, before: Pages | None) -> tuple[Plane, ...]:
         return (self._plane(keys, cut, self._shrink(self.shrink_keys, 0.5)),)
 
-    def value_planes(self, values: Tensor, cut: Cut) -> tuple[Plane, ...]:
+    def value_planes(self, values: Tensor, cut: Cut, before: Pages | None) -> tuple[Plane, ...]:
         return (self._plane(values, cut, self._shrink(self.shrink_values, 0.3)),)
 
     def meta(self, cut: Cut) -> Tensor:
