@@ -346,6 +346,28 @@ def test_rows(tiny):
         assert half["realised"][name] == pytest.approx(half["speedup"][name]["median"] / half["promised"][name])
 
 
+def test_drafts_run_beside_the_bare_model_and_the_recipe(tiny):
+    """Decode speed with and without: lossless ones against the bare model, others against their recipe, too."""
+    recipes = [("half", get_recipe("uniform").override(retain=0.5))]
+    bench, case = Bench(tiny, 2), Case("picture-336", 24, 2)
+    bare, half, drafted = bench.measure(case, recipes, drafts={"lookup": True})
+    assert [half["recipe"], drafted["recipe"]] == ["half", "half, lookup"] and drafted["name"] == "uniform, lookup"
+    assert drafted["drafting"]["tokens"] == 2 * 24 and not half["drafting"] and "drafting" in bare
+    assert half["kv_bytes"] == drafted["kv_bytes"] < bare["kv_bytes"]
+    bare, drafted = bench.measure(case, recipes, drafts={"lossless": True, "lookup": True})
+    assert drafted["recipe"] == "half, lossless, lookup" and drafted["step_bytes"] == bare["step_bytes"]
+    forwards = drafted["drafting"]["verifications"]
+    assert drafted["promised"]["decode"] == pytest.approx(23 / forwards) and "decode" in drafted["speedup"]
+    text = bench_report.render({**_about_nothing(), "rows": [bare, drafted]})
+    assert "half, lossless, lookup: " in text and "forwards saved" in text
+
+
+def _about_nothing() -> dict[str, Any]:
+    """A report without rows."""
+    model = {"name": "tiny", "parameters": 1, "dtype": "float32", "attention": "sdpa", "shape": "tiny"}
+    return {"model": model, "machine": {"processor": "none"}, "repeats": 2}
+
+
 def test_decoding_a_clip_is_part_of_the_first_token(tiny):
     pytest.importorskip("av")
     bare, *_ = Bench(tiny, 1).measure(Case("video-32", 1, 1), [])

@@ -18,12 +18,13 @@ from PIL import Image
 from tail import few, in_turn
 
 import mmaccel
-from mmaccel import accelerated
+from mmaccel import UnsupportedError, accelerated
 from mmaccel.cli import ask, main
 from mmaccel.cli.shared import measure
 from mmaccel.media.files import Clip, Prompt, encode
 from mmaccel.programs import evaluate as evaluation
 from mmaccel.programs import plots
+from mmaccel.programs.drafts import drafts_identity
 from mmaccel.programs.evaluate import Question, Row, answer_lengths, ask_suite, divergence, evaluate, fingerprint
 
 ROOT = Path(__file__).parent.parent
@@ -315,6 +316,59 @@ def test_the_exported_suite_gives_the_same_figures(capsys, tmp_path):
     drawn = json.loads(command(capsys, *argv, "--suite", *tasks, "--limit", 2).out)
     read = json.loads(command(capsys, *argv, "--data", data).out)
     assert read["rows"] == drawn["rows"]
+
+
+@pytest.mark.parametrize("lossless", [True, False])
+def test_answers_with_drafts(lossless):
+    """Lossless rows answer as the full model, others as their recipe, a resumed row goes on with its figures."""
+    model, processor = zoo.model("llava"), zoo.processor("llava")
+    drafts = {"lookup": True} | ({"lossless": True} if lossless else {})
+    rows = [Row("none"), Row("divprune", 0.1), Row("divprune", 0.1, drafts)]
+    rows += [] if lossless else [Row("resize", 0.25, drafts)]
+    found = {row.title: [] for row in rows}
+    for row, answers in evaluate(model, processor, questions(4), rows, batch_size=2, max_new_tokens=24):
+        found[row.title] += answers
+    words = "lossless, lookup" if lossless else "lookup"
+    assert list(found)[:3] == ["none", "divprune 0.1", f"divprune 0.1, {words}"]
+    full, reduced, drafted, *_ = found.values()
+    assert [one.answer for one in drafted] == [one.answer for one in (full if lossless else reduced)]
+    figures = rows[2].figures()
+    if lossless:
+        with pytest.raises(UnsupportedError, match="works on pixels, which a lossless answer needs whole"):
+            asked(model, processor, questions(2), [Row("resize", 0.25, drafts)])
+        assert figures["kl"] < 1e-6 and figures["visual_tokens_kept"] == rows[0].figures()["visual_tokens"]
+    else:
+        assert [one.kl for one in drafted] == [one.kl for one in reduced]
+        assert figures["visual_tokens_kept"] == rows[1].figures()["visual_tokens_kept"]
+    sums = figures["drafting"]
+    assert sums["tokens"] <= 4 * 24 and 0 < sums["accepted"] <= sums["drafted"] and sums["forwards_saved"] > 0
+    assert not rows[1].figures()["drafting"] and all(row.figures()["drafting"] for row in rows[2:])
+
+
+def test_eval_with_drafts_is_another_run(folder, capsys, tmp_path):
+    """The command prints and writes figures of drafts; a resumed run takes over rows of the same drafts alone."""
+    argv = ["eval", "--model", folder / "llava", "--max-new-tokens", 12, "--suite", "shape", "--limit", 2]
+    argv += ["--recipe", "uniform", "--retain", 0.5, "--lossless", "--json", tmp_path / "out.json"]
+    text = command(capsys, *argv, "--lookup").out
+    assert "uniform 0.5, lossless, lookup" in text and "forwards saved" in text and "tokens a verification" in text
+    none, row = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert (
+        row["figures"]["drafting"]["tokens"] > 0 and row["figures"]["loyalty"] == 1 and not none["figures"]["drafting"]
+    )
+    assert "2 of 2 recipes are taken over" in command(capsys, *argv, "--lookup").err
+    drafting = ["--draft", folder / "llava"]
+    err = command(capsys, *argv, *drafting).err
+    assert "1 of 2 recipes are taken over" in err and "none" in err
+    assert "2 of 2 recipes are taken over" in command(capsys, *argv, *drafting).err
+    # the same name, but other weights
+    card = folder / "llava" / "generation_config.json"
+    before = card.read_text()
+    try:
+        card.write_text(before + " ")
+        again = drafts_identity({"lossless": True, "draft": str(folder / "llava")})
+    finally:
+        card.write_text(before)
+    assert again != drafts_identity({"lossless": True, "draft": str(folder / "llava")})
 
 
 def test_eval_on_videos(folder, capsys, tmp_path):

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
 
 from ..core.transformers_api import cache_names
+from ..decoding.automaton import Answers
 from ..decoding.drafters import DEFAULT, get_drafter
 from ..errors import MmaccelError, UnsupportedError
 from ..families import Family
 from ..families.draft import load_draft
 from ..kv.cache import cache_bytes
-from ..method.model_options import Loaded
+from ..method.model_options import Loaded, keep
+from ..recipe import Recipe, RecipeLike, get_recipe
+from ..recipe.recipe import overrides
 from ..runtime.call.call import Call
 from ..runtime.call.plan import ModelPlan
 from ..runtime.decoding.drafting import Copying, Drafting, Source
@@ -24,12 +28,23 @@ from ..runtime.decoding.loop import Decoder
 from ..runtime.decoding.model_draft import ModelDraft
 from ..runtime.decoding.reader import Reader
 
-#: the value of ``draft`` that makes the model draft for itself, whatever it costs
+#: the value of ``draft`` that makes the model draft for itself, whatever it costs; also the name of these drafts in figures
 SELF = "self"
+#: the name of the drafts of a smaller model in figures
+MODEL = "model"
 #: answers of at most so many tokens end before a model that drafts has paid for its prompt
 SHORT = 16
 #: the model drafts for itself if this pays at an acceptance that is as good as is known, with a cache of no size
 HOPE = 0.9
+
+
+@dataclass(eq=False)
+class Learned:
+    """What calls leave to later ones of a model: earlier answers, None where no drafter copies from them, and seconds of
+    forwards by the rows of a call."""
+
+    answers: Answers[Any] | None
+    costs: dict[int, Costs] = field(default_factory=dict)
 
 
 class Drafts:
@@ -49,23 +64,42 @@ class Drafts:
                 "draft='self' needs lossless=True: without it the model that drafts and the one that verifies are the same; "
                 "give lossless=True, or draft= a smaller model."
             )
-        #: seconds of forwards, by the rows of a call
-        self.costs: dict[int, Costs] = {}
         #: the model that drafts, with the handle that reduces its prompts; None before :meth:`load`
         self.family: Family | None = None
-        #: the drafter that copies, and the answers that it has seen; None without one
+        #: the drafter that copies; None without one
         self.copying = get_drafter(DEFAULT if lookup is True else lookup) if lookup else None
-        self.answers = self.copying.store() if self.copying is not None else None
+        self.learned = Learned(None)
 
     def __bool__(self) -> bool:
         return self.lossless or self.draft is not None or self.copying is not None
 
+    def check(self, recipe: Recipe, processor: Any) -> None:
+        """Raise UnsupportedError for a recipe that works on pixels, unless the caller has prepared the processor with it."""
+        before = any(method.site == "frames" for _, method in recipe.build())
+        if self.lossless and before and getattr(processor, "mmaccel_recipe", None) is None:
+            raise UnsupportedError(
+                f"Recipe {recipe.name!r} works on pixels, which a lossless answer needs whole; take another recipe, or leave "
+                "out lossless."
+            )
+
     def load(self, family: Family) -> Any:
-        """Load the smaller model that drafts for one of ``family``: the model, or None where none is wanted."""
+        """Load the smaller model that drafts for one of ``family``: the model, or None where none is wanted.
+
+        What calls have learned goes on where a program accelerates a model anew for every batch, and holds a
+        :class:`mmaccel.method.model_options.KeepLoaded`.
+        """
+        if (copying := self.copying) is not None and self.learned.answers is None:
+            key = "drafts", id(family.model), copying, self.lossless
+            self.learned = keep(key, lambda: Learned(copying.store()))
         if self.draft is None or self.draft == SELF:
             return None
         self.family = load_draft("draft=", self.draft, family)
         return self.family.model
+
+    def forget(self) -> None:
+        """Forget earlier answers, so that the same question again is no easier to draft for."""
+        if self.copying is not None:
+            self.learned.answers = self.copying.store()
 
     def prepare(self, given: Mapping[str, Any], call: Call[ModelPlan]) -> None:
         """Prepare a call of ``generate`` with the arguments ``given``. Raises UnsupportedError if it has drafts of its own."""
@@ -86,20 +120,20 @@ class Drafts:
         def make(reader: Reader) -> Sequence[Source]:
             sources: list[Source] = []
             if self.copying is not None:
-                earlier = {} if self.answers is None else {"earlier": self.answers}
+                earlier = {} if self.learned.answers is None else {"earlier": self.learned.answers}
                 sources.append(Copying(self.copying.name, partial(self.copying, **earlier), forbidden))
             if most is not None and most <= SHORT:
                 if self._model_drafts:
                     decoder.drafting.notes.append(f"no model drafts: the answer has at most {most} tokens")
             elif self.family is not None:
-                sources.append(ModelDraft("model", self.family.model, prompt, {"mmaccel": asked}))
+                sources.append(ModelDraft(MODEL, self.family.model, prompt, {"mmaccel": asked}))
             elif self.draft == SELF or (self._model_drafts and self._pays(family, reader, decoder.drafting)):
                 sources.append(ModelDraft(SELF, model, prompt, {"mmaccel": asked}))
             return sources
 
         # the first call finds out what forwards of a batch of this size cost
         rows = len(ids) if isinstance(ids := given.get("input_ids"), Tensor) else 1
-        costs = self.costs.setdefault(rows, Costs())
+        costs = self.learned.costs.setdefault(rows, Costs())
         decoder = Decoder(
             Drafting(make, forbidden, costs=costs), streamer=given.get("streamer"), remember=self._remember
         )
@@ -123,9 +157,19 @@ class Drafts:
         return False
 
     def _remember(self, answers: Sequence[Sequence[int]]) -> None:
-        if self.answers is not None:
+        if self.learned.answers is not None:
             for answer in answers:
-                self.answers.remember(answer)
+                self.learned.answers.remember(answer)
+
+
+def draft_of_call(
+    recipe: RecipeLike, lossless: bool, draft: Any, options: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """``draft`` and ``options`` of :func:`mmaccel.accelerate_vlm`: a draft that a method of the recipe looks at is its
+    option."""
+    if draft is not None and not lossless and "draft" in overrides(get_recipe(recipe)):
+        return None, {**options, "draft": draft}
+    return draft, options
 
 
 @cache

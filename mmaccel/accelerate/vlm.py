@@ -23,7 +23,6 @@ from ..families import Family, family_of
 from ..families.base import Wrapper
 from ..kv.cache import state_of, static_view_of
 from ..recipe import Positions, Proportional, Recipe, RecipeLike, Variant, get_recipe
-from ..recipe.recipe import overrides
 from ..runtime.build import make_runs, plan_for_call, plan_model
 from ..runtime.cache.eviction import hook_queries
 from ..runtime.call.attention import TEXT
@@ -38,7 +37,7 @@ from ..runtime.tower.encoder_merging import EncoderMerging, hook_features
 from ..runtime.tower.frame_reuse import FrameReuse
 from ..runtime.tower.patch_pruning import PatchPruning
 from ..runtime.tower.taps import Taps
-from .drafting import Drafts
+from .drafting import Drafts, draft_of_call
 from .fallback import Fallback, FallbackLike, share_towers, with_fallback
 from .handle import Handle, check_model, exchange, restored
 from .positions import has_axes, too_long
@@ -77,6 +76,7 @@ class Accelerator(Handle):
         super().__init__(model)
         self.processor, self.fallback = processor, fallback
         self.drafts = drafts or Drafts(False, None, False)
+        self.drafts.check(recipe, processor)
         self.plan = plan_model(recipe, family_of(model, processor), processor, kernels)
         self.plan.check_generation(model.generation_config)
         self._last: Call[ModelPlan] | None = None
@@ -496,9 +496,7 @@ def accelerate_vlm(
     <mmaccel on llava: divprune+fastv+kivi (divprune 9.8 %; fastv 10 %, layer=3; kivi, bits=4)>
     >>> model.mmaccel.remove()
     """
-    if draft is not None and not lossless and "draft" in overrides(get_recipe(recipe)):
-        # the draft of a method that looks at one
-        options, draft = {**options, "draft": draft}, None
+    draft, options = draft_of_call(recipe, lossless, draft, options)
     chosen = get_recipe(
         recipe,
         retain=retain,

@@ -312,6 +312,7 @@ def render(report: dict[str, Any]) -> str:
     if drafting := fast["stats"].get("drafting"):
         rows.append(["forwards behind the prompt", str(full["new_tokens"] - 1), str(drafting["verifications"]), ""])
         rows.append(["drafted tokens accepted", "", "{accepted} of {drafted}".format(**drafting), ""])
+        rows.append(["tokens a verification", "1.00", f"{drafting['tokens_a_verification']:.2f}", ""])
     add("KV cache", "kv_bytes", nbytes)
     add("peak memory", "peak_memory_bytes", nbytes)
     shown = Path(located(report["model"])) in shipped_models().values()

@@ -13,6 +13,10 @@ With --concurrency C, C clients run in a closed loop: each sends its next reques
 all waiting requests as one batch, so that every batch has C requests and the clock runs on between batches. No requests arrive
 in between, so this is the best case of throughput, not a study of queues.
 
+With --lossless, --draft or --lookup, every recipe runs with drafts, too; with --lossless only with drafts, since its answer is
+the bare model's. "promised" then counts forwards, and drafted tokens by the weights that they read. Random weights (--shape)
+write text that nobody drafts. Drafts know no earlier answer.
+
 Peak memory is that of tensors on a GPU; on a CPU it is the resident set of the whole process, in which Python, libraries and
 free pages of the C library hide savings. "KV" is the cache at the end of the answer.
 """
@@ -21,7 +25,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +34,7 @@ import typer
 from ..errors import MmaccelError
 from . import ask
 from .shared import needs
-from .shared.options import Budgets, Json, ModelOptions, Recipes, Settings, rows_of, settings
+from .shared.options import Budgets, DraftOptions, Json, ModelOptions, Recipes, Settings, rows_of, settings
 from .shared.text import json_file, show, working, write_json
 
 if TYPE_CHECKING:
@@ -46,6 +50,7 @@ examples:
   mmaccel bench --shape llava-onevision-7b --workload video-32 video-128 --recipe divprune holitom --retain 0.25 0.1
   mmaccel bench --shape qwen2.5-vl-7b --concurrency 1 4 16 32 --max-new-tokens 64 --json qwen.json --plots plots
   mmaccel bench --model ./my-llava --workload picture-336 --recipe divprune snapkv
+  mmaccel bench --model ./my-qwen-7b --draft ./my-qwen-3b --lossless --recipe divprune --retain 0.1
   mmaccel bench --compare before.json after.json           exit status 1 if something got slower beyond noise
 """
 
@@ -58,6 +63,7 @@ _QUICK = ("picture-336", "tiles-2880", "pictures-8", "video-32")
 def run(
     context: typer.Context,
     which: ModelOptions,
+    drafts: DraftOptions,
     shape: Annotated[
         str | None, typer.Option(metavar="NAME", help="A known architecture with random weights; 'list' shows them.")
     ] = None,
@@ -107,7 +113,7 @@ def run(
     names = workload or (_QUICK if shape in (None, "tiny", "small") else tuple(workloads.WORKLOADS))
     cases = _cases(names, max_new_tokens or [64], batch_size or ([] if concurrency else [1]), concurrency or [])
     report = _about(shape or Path(which.model or ask.shipped().name).name, shape, subject, repeats, context.obj)
-    measure(report, subject, cases, recipes, path)
+    measure(report, subject, cases, recipes, path, drafts.arguments())
 
     from .shared import bench_report
 
@@ -176,7 +182,12 @@ def _about(name: str, shape: str | None, subject: Subject, repeats: int, typed: 
 
 
 def measure(
-    report: dict[str, Any], subject: Subject, cases: list[Case], recipes: list[tuple[str, Recipe]], path: Path | None
+    report: dict[str, Any],
+    subject: Subject,
+    cases: list[Case],
+    recipes: list[tuple[str, Recipe]],
+    path: Path | None,
+    drafts: Mapping[str, Any] | None = None,
 ) -> None:
     """Add the rows of all cases to a report, which is written to ``path`` after each."""
     from ..programs.bench.run import Bench
@@ -184,7 +195,7 @@ def measure(
     with working("measuring", len(cases)) as bar:
         bench = Bench(subject, report["repeats"], tell=bar.say)
         for case in cases:
-            report["rows"] += bench.measure(case, recipes)
+            report["rows"] += bench.measure(case, recipes, drafts=drafts)
             if path is not None:
                 write_json(path, report)
             bar.advance()

@@ -12,7 +12,10 @@ A line of --data is a JSON object: "question", and "image" (a path or a list of 
 for one recipe questions that it cannot answer; the exit status is then 3.
 
 With --json FILE, the command resumes an earlier run with the same settings, and reports what it resumes. A recipe whose values,
-code or files changed is run again, and all are if questions or pictures changed.
+code, files or drafts changed is run again, and all are if questions or pictures changed.
+
+With --lossless, --draft or --lookup the recipes answer with drafts. Shown are, too, the drafted tokens that were accepted, the
+tokens of a row that a forward commits, and the forwards that were saved.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 import typer
 
 from .shared import measure
-from .shared.options import Budgets, Json, ModelOptions, Recipes, Settings, settings
+from .shared.options import Budgets, DraftOptions, Json, ModelOptions, Recipes, Settings, settings
 from .shared.text import json_file, show
 
 PLACE = 3
@@ -30,6 +33,7 @@ examples:
   mmaccel eval --recipe divprune --retain 0.5 0.25 0.1
   mmaccel eval --recipe fastv --suite reading count --limit 100 --json fastv.json
   mmaccel eval --model ./my-qwen --recipe uniform --retain 0.25 --data questions.jsonl --batch-size 4
+  mmaccel eval --recipe divprune --retain 0.1 --lossless --lookup
 
 a line of questions.jsonl:
   {"image": "photos/cat.jpg", "question": "What animal is this?", "answer": "cat"}
@@ -40,6 +44,7 @@ def run(
     context: typer.Context,
     which: ModelOptions,
     asked: measure.Asked,
+    drafts: DraftOptions,
     recipe: Recipes = None,
     retain: Budgets = None,
     set: Settings = None,
@@ -47,7 +52,7 @@ def run(
 ) -> int:
     """Measure and print."""
     path = json_file(output)
-    rows = measure.rows(recipe or ["balanced"], retain, settings(set))
+    rows = measure.rows(recipe or ["balanced"], retain, settings(set), drafts.arguments())
     task = measure.Run(asked, which, context.obj, path)
     report = task.evaluate(rows, keep_answers=True)
     show(report, output, lambda: measure.render(report))

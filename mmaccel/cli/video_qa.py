@@ -14,16 +14,16 @@ before the next one begins. With --out FILE.csv these lines are in FILE.csv.json
 writes FILE.csv from them. Keep both to resume.
 
 Started again with the same options, the command resumes. It refuses a file with answers of another model (any byte of its
-files), recipe (its values, the code of its methods, files that they load), number of frames, kind of device, mmaccel, torch or
-transformers, and asks again about videos that changed. Questions without "id" are identified by their content: lines may be
-added, moved or removed.
+files), recipe (its values, the code of its methods, files that they load), drafts, number of frames, kind of device, mmaccel,
+torch or transformers, and asks again about videos that changed. Questions without "id" are identified by their content: lines
+may be added, moved or removed.
 
 A video or line that cannot be used gets a line with "error", one sentence. They are listed at the end, and the exit status is
 then 3; the next run asks these questions again, and no others. Listed, too, are answers that name none of the choices; these
 leave the exit status at 0.
 
 Videos are decoded in separate processes while the model works. Several questions of one video are answered from one prefill of
-it if the recipe does not look at the question.
+it if the recipe does not look at the question, and without drafts.
 
 With --ray the questions are answered on a cluster, one model a GPU. Every machine of it must see the videos, the model and the
 files of --import under the same paths and have the same mmaccel; the answers and the file are the same as without.
@@ -43,13 +43,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..core.figures import drafting_line
 from ..core.files import RESUME, write_whole, writing
 from ..errors import MmaccelError
 from ..programs.bench import provenance
 from . import ask
 from .shared import needs
 from .shared.measure import PARTIAL, percent
-from .shared.options import Frames, Json, Longest, ModelOptions, RecipeOptions
+from .shared.options import DraftOptions, Frames, Json, Longest, ModelOptions, RecipeOptions
 from .shared.text import json_file, nbytes, seconds, show, table, working, write_json
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ examples:
   mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen --recipe holitom --retain 0.15
   mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen --frames 32 --frame-method scene-frames
   mmaccel video-qa questions.jsonl -o full.jsonl --model ./my-qwen --recipe none --json full.json
+  mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen-7b --lossless --draft ./my-qwen-3b
   mmaccel video-qa questions.jsonl -o answers.jsonl --model /shared/my-qwen --ray auto
 
 lines of questions.jsonl:
@@ -128,6 +130,7 @@ def run(
     ],
     which: ModelOptions,
     how: RecipeOptions,
+    drafts: DraftOptions,
     bulk: Bulk,
     question: Annotated[
         str | None, typer.Option("--ask", metavar="QUESTION", help="What is asked about every clip of a folder.")
@@ -144,7 +147,7 @@ def run(
     journal = _journal(out)
     if (summary := json_file(output)) is not None:
         _check_summary(summary, questions, out, journal)
-    settings = _settings(which, how, bulk)
+    settings = _settings(which, how, drafts, bulk)
     asked = _questions(questions, question)
     needs.require_reader(Path(one.path) for one in asked if not one.error)
     identity = settings.identity()
@@ -259,7 +262,7 @@ def _check_summary(path: Path, *others: Path) -> None:
         trial.unlink()
 
 
-def _settings(which: ModelOptions, how: RecipeOptions, bulk: Bulk) -> QASettings:
+def _settings(which: ModelOptions, how: RecipeOptions, drafts: DraftOptions, bulk: Bulk) -> QASettings:
     from ..method.registry import methods
     from ..programs.video_qa.qa import QASettings
     from ..recipe import get_recipe
@@ -282,6 +285,7 @@ def _settings(which: ModelOptions, how: RecipeOptions, bulk: Bulk) -> QASettings
         batch_size=bulk.batch_size,
         timeout=bulk.time_limit,
         memory=int(bulk.memory_limit * GIB),
+        drafts=drafts.arguments(),
         **vars(which) | {"model": which.model or str(ask.shipped(video=True))},
     )
 
@@ -350,6 +354,7 @@ def _summary(records: list[dict[str, Any]], figures: Figures, wall: float, worke
         "visual_tokens_kept": over(figures.visual_tokens_kept, answered),
         "kv_bytes": over(figures.kv_bytes, answered),
         "decoders": dict(figures.backends),
+        "drafting": dict(figures.drafting),
         "notes": figures.notes,
     }
 
@@ -368,6 +373,7 @@ def _render(report: dict[str, Any], path: Path) -> str:
             ["prefills", f"{report['prefills']} for {report['answered_now']} questions"],
             ["visual tokens", f"{report['visual_tokens_kept']:.0f} of {report['visual_tokens']:.0f} kept a question"],
             ["KV cache", f"{nbytes(report['kv_bytes'])} a question"],
+            *([["drafts", drafting_line(report["drafting"])]] if report["drafting"] else []),
             ["wall time", f"{seconds(wall)}, {report['questions_per_second']:.2f} questions a second{on}"],
             ["model at work", percent(report["model_share"])],
             ["waiting for frames", percent(report["waiting_share"])],

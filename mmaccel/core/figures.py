@@ -1,7 +1,7 @@
 """Statistics of a call for its user: a dict with attribute access, a one-line repr, a table in notebooks."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
@@ -80,9 +80,10 @@ class CallStats(Figures):
     tokens_returned: int
     """Visual tokens that came back while it decoded, once for every layer at which they had been dropped."""
     drafting: dict[str, Any]
-    """Of a call with drafts: ``tokens`` of the answers, ``verifications`` (forwards behind the prompt), tokens ``drafted`` and
-    ``accepted``, ``verify_seconds``, and of every source in ``sources`` its drafted and accepted tokens and its seconds. Empty
-    without drafts."""
+    """Of a call with drafts: ``tokens`` of the answers, ``verifications`` (forwards behind the prompt), ``row_verifications``
+    (the same, counted for every row), ``forwards_saved`` (fewer than one token a forward takes), tokens ``drafted`` and
+    ``accepted``, ``tokens_a_verification`` of a row, ``verify_seconds``, and of every source in ``sources`` its drafted and
+    accepted tokens and its seconds. Empty without drafts."""
     fallback: dict[str, Any]
     """Of a call with a fallback: all ``readings`` (recipe, budget, visual tokens kept), and of every row the number of the
     ``reading`` that its answer comes from and the ``certainty`` of the last answer that was judged. The other figures are those
@@ -98,7 +99,7 @@ class CallStats(Figures):
         if self.kv_bytes:
             yield f"KV {_bytes(self.kv_bytes_bare, self.kv_bytes)}"
         if drafting := self.get("drafting"):
-            yield "{accepted:,} of {drafted:,} drafted tokens accepted".format(**drafting)
+            yield drafting_line(drafting)
         if fallback := self.get("fallback"):
             again = sum(number > 0 for number in fallback["reading"])
             yield f"{again} of {len(fallback['reading'])} answers read again"
@@ -128,6 +129,23 @@ class EncoderStats(Figures):
     def _parts(self) -> Iterator[str]:
         yield _fewer(self.tokens_in, self.tokens_kept, "patches")
         yield from (f"{name} {_time(value)}" for name, value in self.seconds.items())
+
+
+#: figures of drafts that are summed over calls
+DRAFT_SUMS = ("tokens", "verifications", "row_verifications", "forwards_saved", "drafted", "accepted")
+
+
+def tokens_a_verification(sums: Mapping[str, Any]) -> float:
+    """Tokens that a row commits in a forward on average, from :data:`DRAFT_SUMS`; 1 without drafts."""
+    return 1 + sums["accepted"] / sums["row_verifications"] if sums["row_verifications"] else 1.0
+
+
+def drafting_line(sums: Mapping[str, Any]) -> str:
+    """:data:`DRAFT_SUMS` in words."""
+    return (
+        f"{sums['accepted']:,.0f} of {sums['drafted']:,.0f} drafted tokens accepted, {tokens_a_verification(sums):.2f} tokens "
+        f"a verification, {sums['forwards_saved']:,.0f} forwards saved"
+    )
 
 
 def _fewer(total: int, kept: int, what: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -62,11 +62,21 @@ def load_once(kind: str, name: str, where: tuple[str, ...], load: Callable[[], A
         return part
 
 
+def keep(key: Hashable, make: Callable[[], Any]) -> Any:
+    """What an active :class:`KeepLoaded` holds under ``key``; else a new one, which all active ones hold from now on."""
+    with _lock:
+        part = next((keeper.parts[key] for keeper in _keepers if key in keeper.parts), None)
+        part = make() if part is None else part
+        for keeper in _keepers:
+            keeper.parts[key] = part
+        return part
+
+
 class KeepLoaded:
-    """Keep what :func:`load_once` returns loaded until this object is deleted, or to the end of its ``with`` block."""
+    """Keep what :func:`load_once` and :func:`keep` return until this object is deleted, or to the end of its ``with`` block."""
 
     def __init__(self) -> None:
-        self.parts: dict[int, Any] = {}
+        self.parts: dict[Hashable, Any] = {}
         with _lock:
             _keepers.add(self)
 

@@ -11,7 +11,7 @@ The unaccelerated model (recipe ``none``) writes its greedy answer; then every r
 - *forced*: the model is made to write the same answer. Both models condition every distribution on the same text, so that the
   KL divergence is defined at every token of the answer, and the caches are equally long.
 - *free*: the model writes its own greedy answer, which is judged. This is skipped if every token of the answer was the most
-  likely one in the forced run.
+  likely one in the forced run, unless drafts are wanted. Lossless answers are written freely alone.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ from ..accelerate import accelerated
 from ..accelerate.positions import check_positions
 from ..accelerate.tuned import fingerprint as fingerprint
 from ..core.budget import budget_text
+from ..core.figures import DRAFT_SUMS
 from ..errors import MmaccelError, first_line
 from ..media.files import Clip, Prompt, encode, is_media, load_media, moves
 from ..media.prepare import prepare
 from ..method.model_options import KeepLoaded
 from ..recipe import Recipe, get_recipe
 from ..suite import Item, Sample, is_right, make_suite
+from .drafts import DraftArguments, drafting_sums, drafts_title
 from .tune.confidence import interval
 
 
@@ -133,7 +135,8 @@ class Answer:
 
     ``right`` is None without an expected answer; ``same`` compares the text with the unaccelerated answer ``full``; ``kl``
     is KL(unaccelerated || accelerated) in nats, the mean over the tokens of ``full``, its end included. Tokens and bytes
-    are means over the questions of a batch, and ``notes`` are those of ``model.mmaccel.stats()`` for that batch.
+    are means over the questions of a batch, as are the sums in ``drafting``, which is empty without drafts; ``notes`` are those
+    of ``model.mmaccel.stats()`` for that batch.
     """
 
     name: str
@@ -151,11 +154,13 @@ class Answer:
     visual_tokens_full: float
     kv_bytes_full: float
     notes: tuple[str, ...] = ()
+    drafting: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 _SUMMED = (
     *("questions", "judged", "right", "same", "kl", "visual_tokens", "visual_tokens_kept", "visual_tokens_per_layer"),
     *("kv_bytes", "visual_tokens_full", "kv_bytes_full"),
+    *DRAFT_SUMS,
 )
 
 
@@ -168,11 +173,12 @@ class Sums(dict[str, float]):
     def add(self, other: Mapping[str, Any]) -> None:
         """Add other sums."""
         for name in self:
-            self[name] += other[name]
+            self[name] += other.get(name, 0)
 
     def figures(self) -> dict[str, Any]:
         """Means over questions; shares are of what the unaccelerated model holds. None where there is nothing to divide. An
-        ``..._interval`` is the exact 95 % interval of a share of answers, ``[low, high]``."""
+        ``..._interval`` is the exact 95 % interval of a share of answers, ``[low, high]``; ``drafting`` has the sums of
+        :data:`mmaccel.core.figures.DRAFT_SUMS`, or is empty without drafts."""
 
         def over(name: str, by: str = "questions") -> float | None:
             return self[name] / self[by] if self[by] else None
@@ -191,6 +197,7 @@ class Sums(dict[str, float]):
             "visual_share_per_layer": over("visual_tokens_per_layer", "visual_tokens_full"),
             "kv_bytes": over("kv_bytes"),
             "kv_share": over("kv_bytes", "kv_bytes_full"),
+            "drafting": {name: round(self[name]) for name in DRAFT_SUMS} if self["tokens"] else {},
         }
 
 
@@ -199,14 +206,21 @@ class Row:
 
     ``batches`` counts the batches that are done, so that an interrupted run can resume from :meth:`as_dict`. ``failed`` lists
     questions that this recipe could not answer, ``{"question": label, "error": reason}``; they are in no figure. ``name`` is
-    the recipe's, unless another row has the same. ``identity`` is the result of :func:`.identity.recipe_parts`.
+    the recipe's, unless another row has the same. ``identity`` is the result of :func:`.identity.recipe_parts`. ``drafts`` are
+    the arguments ``lossless``, ``draft`` and ``lookup`` of :func:`mmaccel.accelerate_vlm`.
     """
 
-    def __init__(self, recipe: str | Path | Mapping[str, Any] | Recipe, retain: float | None = None) -> None:
+    def __init__(
+        self,
+        recipe: str | Path | Mapping[str, Any] | Recipe,
+        retain: float | None = None,
+        drafts: DraftArguments | None = None,
+    ) -> None:
         self.recipe = get_recipe(recipe)
         if retain is not None:
             self.recipe = self.recipe.override(retain=retain)
         self.recipe.build()
+        self.drafts = drafts or {}
         self.name, self.batches = self.recipe.name, 0
         self.tasks: dict[str, Sums] = {}
         self.notes: list[str] = []
@@ -215,8 +229,9 @@ class Row:
 
     @property
     def title(self) -> str:
-        """Name and budget, such as ``divprune 0.25``: ``1`` is a token a picture, ``1.0`` all of them."""
-        return self.name if self.recipe.retain is None else f"{self.name} {budget_text(self.recipe.retain)}"
+        """Name, budget and drafts, such as ``divprune 0.25``: ``1`` is a token a picture, ``1.0`` all of them."""
+        name = self.name if self.recipe.retain is None else f"{self.name} {budget_text(self.recipe.retain)}"
+        return ", ".join([name, *filter(None, [drafts_title(self.drafts)])])
 
     @property
     def asked(self) -> int:
@@ -229,7 +244,7 @@ class Row:
         self.failed += failed
         for answer in answers:
             counts = {"questions": 1, "judged": answer.right is not None, "right": bool(answer.right)}
-            self.tasks.setdefault(answer.task, Sums()).add(vars(answer) | counts)
+            self.tasks.setdefault(answer.task, Sums()).add(vars(answer) | answer.drafting | counts)
             self.notes = list(dict.fromkeys((*self.notes, *answer.notes)))
 
     def figures(self) -> dict[str, Any]:
@@ -300,9 +315,10 @@ def evaluate(
         raise MmaccelError("batch_size and max_new_tokens must be 1 or more.")
     usable, say = 0, complain or (lambda sentence: None)
     with KeepLoaded(), memory_error():
-        workers = [(row, prepare(processor, row.recipe)) for row in rows]
+        # what the processor would drop, a model that answers as the full one does must see
+        workers = [(row, processor if row.drafts.get("lossless") else prepare(processor, row.recipe)) for row in rows]
         for row, worker in workers:
-            with accelerated(model, row.recipe, processor=worker):
+            with accelerated(model, row.recipe, processor=worker, **row.drafts):
                 pass  # raises what the model does not support before the long run
         for number, batch in enumerate(batches(questions, batch_size, complain)):
             pending = [(row, worker) for row, worker in workers if row.batches <= number]
@@ -316,7 +332,7 @@ def evaluate(
                 say(f"{failure['question']}: {failure['error']}")
             for row, worker in pending:
                 failures, fail = _failures(complain is None)
-                answers = [one for runner in runners for one in _answers(runner, row.recipe, worker, fail)]
+                answers = [one for runner in runners for one in _answers(runner, row, worker, fail)]
                 row.add(answers, failures)
                 yield row, answers
     if not usable:
@@ -387,13 +403,27 @@ class _Runner:
         self.full = self._generate(self.none, processor, self.inputs, longest)
         self.lengths = answer_lengths(self.full.tokens, model.generation_config.eos_token_id)
 
+    def drafted(self, drafts: DraftArguments, recipe: Recipe, processor: Any) -> list[Answer]:
+        """Answers with drafts. Lossless ones are compared with the full ones as they are; else the model of the recipe is made
+        to write the full answers without drafts."""
+        if not drafts.get("lossless") and recipe != self.none:
+            forced, kl, _ = self._forced(recipe, processor)
+            free = self._generate(recipe, processor, self._inputs(processor), self.longest, drafts=drafts)
+            return self._judged(free.texts, kl, forced.stats, free.stats)
+        free = self._generate(recipe, processor, self.inputs, self.longest, drafts=drafts)
+        steps = min(self.full.tokens.shape[1], free.tokens.shape[1])
+        same = (self.full.tokens[:, :steps] == free.tokens[:, :steps]).long().cumprod(1).sum(1)
+        # distributions are comparable behind the same text
+        lengths = (same + 1).clamp(max=steps).minimum(self.lengths)
+        kl = divergence(self.full.logits[:steps], free.logits[:steps], lengths).tolist()
+        return self._judged(free.texts, kl, free.stats, free.stats)
+
     def answers(self, recipe: Recipe, processor: Any) -> list[Answer]:
+        """Answers without drafts."""
         texts, kl, stats = self.full.texts, [0.0] * len(self.batch), self.full.stats
         if recipe != self.none:
-            inputs = self.inputs if processor is self.processor else inputs_of(self.model, processor, self.batch)
-            follow = _Follow(self.full.tokens, inputs["input_ids"].shape[1])
-            forced = self._generate(recipe, processor, inputs, self.full.tokens.shape[1], follow)
-            kl, stats = divergence(self.full.logits, forced.logits, self.lengths).tolist(), forced.stats
+            forced, kl, follow = self._forced(recipe, processor)
+            stats = forced.stats
             steps = torch.arange(follow.would.shape[1], device=follow.would.device)
             left = (~follow.would & (steps < self.lengths[:, None])).any(1).nonzero()[:, 0].tolist()
             if left:
@@ -402,6 +432,23 @@ class _Runner:
                 texts = list(texts)
                 for row, text in zip(left, free.texts, strict=True):
                     texts[row] = text
+        return self._judged(texts, kl, stats, stats)
+
+    def _inputs(self, processor: Any) -> dict[str, Any]:
+        return self.inputs if processor is self.processor else inputs_of(self.model, processor, self.batch)
+
+    def _forced(self, recipe: Recipe, processor: Any) -> tuple[_Written, list[float], _Follow]:
+        """The run in which the model is made to write the full answers, and the KL divergence of each."""
+        inputs = self._inputs(processor)
+        follow = _Follow(self.full.tokens, inputs["input_ids"].shape[1])
+        forced = self._generate(recipe, processor, inputs, self.full.tokens.shape[1], follow)
+        return forced, divergence(self.full.logits, forced.logits, self.lengths).tolist(), follow
+
+    def _judged(
+        self, texts: Sequence[str], kl: Sequence[float], stats: dict[str, Any], free: dict[str, Any]
+    ) -> list[Answer]:
+        """The answers ``texts``, with tokens and bytes of the run with ``stats``, and drafts of the one with ``free``."""
+        drafting, notes = drafting_sums(free, len(self.batch)), tuple(dict.fromkeys(stats["notes"] + free["notes"]))
         figures = {
             name: stats[name] / len(self.batch)
             for name in ("visual_tokens", "visual_tokens_kept", "visual_tokens_per_layer", "kv_bytes")
@@ -418,16 +465,24 @@ class _Runner:
                 text == full,
                 distance,
                 **figures,
-                notes=tuple(stats["notes"]),
+                notes=notes,
+                drafting=drafting,
             )
             for (question, _), full, text, distance in zip(self.batch, self.full.texts, texts, kl, strict=True)
         ]
 
     def _generate(
-        self, recipe: Recipe, processor: Any, inputs: Any, longest: int, follow: _Follow | None = None
+        self,
+        recipe: Recipe,
+        processor: Any,
+        inputs: Any,
+        longest: int,
+        follow: _Follow | None = None,
+        drafts: DraftArguments | None = None,
     ) -> _Written:
-        check_positions(self.model, recipe, inputs, longest)
-        with torch.inference_mode(), accelerated(self.model, recipe, processor=processor):
+        drafts = drafts or {}
+        check_positions(self.model, self.none if drafts.get("lossless") else recipe, inputs, longest)
+        with torch.inference_mode(), accelerated(self.model, recipe, processor=processor, **drafts):
             out = self.model.generate(
                 **inputs,
                 max_new_tokens=longest,
@@ -479,13 +534,15 @@ def halved(
     return [one for part in (batch[:half], batch[half:]) for one in halved(part, run, fail, fatal)]
 
 
-def _answers(runner: _Runner, recipe: Recipe, processor: Any, fail: Fail) -> list[Answer]:
-    """The answers to a batch under a recipe, without the questions that it cannot answer."""
+def _answers(runner: _Runner, row: Row, processor: Any, fail: Fail) -> list[Answer]:
+    """The answers to a batch under the recipe of a row, without the questions that it cannot answer."""
 
     def answers(part: Batch) -> list[Answer]:
         whole = part is runner.batch
         one = runner if whole else _Runner(runner.model, runner.processor, part, runner.longest)
-        return one.answers(recipe, processor)
+        if row.drafts:
+            return one.drafted(row.drafts, row.recipe, processor)
+        return one.answers(row.recipe, processor)
 
     return [one for part in halved(runner.batch, answers, fail) for one in part]
 

@@ -16,6 +16,7 @@ import mmaccel
 from mmaccel import MmaccelError, UnsupportedError, accelerate_vlm, accelerated
 from mmaccel.decoding import drafters
 from mmaccel.decoding.base import Drafter
+from mmaccel.method.model_options import KeepLoaded
 from mmaccel.runtime.decoding import drafting
 from mmaccel.runtime.decoding.length import Acceptance, Costs, best_length, expected
 
@@ -232,6 +233,59 @@ def test_streams_stop_strings_ends_and_logits(liar: type[Liar], monkeypatch: pyt
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)
 
 
+def test_logits_of_several_rows(liar: type[Liar], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows end at different places; behind the end of a row its logits and scores are 0."""
+    tiny, feed = zoo.model("llava"), zoo.inputs("llava", "uneven")
+    ends = told(feed, generate(tiny, feed))[0][3]
+    wanted = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True, "eos_token_id": ends}
+    plain = generate(tiny, feed, **wanted)
+    lengths = [row.index(ends) + 1 if ends in row else len(row) for row in told(feed, plain.sequences)]
+    assert len(set(lengths)) > 1
+    monkeypatch.setattr(liar, "truth", told(feed, plain.sequences))
+    monkeypatch.setattr(liar, "plan", "mixed")
+    with accelerated(tiny, "divprune", lossless=True, lookup="liar"):
+        out = generate(tiny, feed, **wanted)
+    assert torch.equal(out.sequences, plain.sequences) and len(out.logits) == len(out.scores) == max(lengths)
+    for step, (mine, its) in enumerate(zip(out.logits, plain.logits, strict=True)):
+        for row, length in enumerate(lengths):
+            wanted_row = its[row] if step < length else torch.zeros_like(its[row])
+            torch.testing.assert_close(mine[row], wanted_row, rtol=1e-4, atol=1e-4)
+
+
+def test_figures_of_drafts_fit_together(liar: type[Liar], monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny, feed = zoo.model("llava"), zoo.inputs("llava", "uneven")
+    bare = generate(tiny, feed)
+    monkeypatch.setattr(liar, "truth", told(feed, bare))
+    monkeypatch.setattr(liar, "plan", "mixed")
+    with accelerated(tiny, "divprune", lossless=True, lookup="liar"):
+        generate(tiny, feed)
+        figures = tiny.mmaccel.stats().drafting
+        line = repr(tiny.mmaccel.stats())
+    rows = len(bare)
+    assert figures["forwards_saved"] == NEW - 1 - figures["verifications"] > 0
+    assert figures["verifications"] < figures["row_verifications"] <= rows * figures["verifications"]
+    # of a row every verification commits what is accepted and one token more, but for a draft that ends at the limit
+    assert 0 <= figures["accepted"] + figures["row_verifications"] - rows * (NEW - 1) <= rows
+    share = figures["accepted"] / figures["row_verifications"]
+    assert figures["tokens_a_verification"] == pytest.approx(1 + share)
+    assert f"{figures['forwards_saved']} forwards saved" in line
+
+
+def test_what_calls_have_learned_outlives_a_context_only_where_a_program_keeps_it() -> None:
+    tiny, feed = zoo.model("llava"), zoo.inputs("llava")
+
+    def drafted() -> int:
+        with accelerated(tiny, "none", lossless=True, lookup=True):
+            generate(tiny, feed, max_new_tokens=12)
+            return int(tiny.mmaccel.stats().drafting["accepted"])
+
+    first = drafted()
+    assert drafted() == first
+    with KeepLoaded():
+        assert drafted() == first and drafted() > first
+    assert drafted() == first
+
+
 @pytest.mark.parametrize("plan", ["noise", "mixed"])
 def test_drawn_answers_have_the_distribution_of_the_model(
     plan: str, liar: type[Liar], monkeypatch: pytest.MonkeyPatch
@@ -295,8 +349,6 @@ def test_calls_that_cannot_have_drafts_are_refused() -> None:
         ):
             with pytest.raises(UnsupportedError, match=words):
                 generate(tiny, feed, **options)
-        with pytest.raises(UnsupportedError, match="output_logits=True is not offered for several rows"):
-            generate(tiny, zoo.inputs("llava", "uneven"), return_dict_in_generate=True, output_logits=True)
         bare = generate(tiny, feed, mmaccel=False, num_beams=2)
         assert not tiny.mmaccel.stats().drafting
     assert torch.equal(bare, generate(tiny, feed, num_beams=2))

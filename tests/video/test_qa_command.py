@@ -56,6 +56,26 @@ def test_the_command(films: Path, model: Path, tmp_path: Path, capsys: pytest.Ca
     assert "different settings (recipe: " in capsys.readouterr().err
 
 
+def test_drafts(films: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lossless answers are those of the bare model; figures of drafts are printed and written; another draft is another run."""
+    questions = questions_file(tmp_path / "q.jsonl", [films / "a.mp4", films / "high.mp4"])
+    out, told = tmp_path / "a.jsonl", tmp_path / "s.json"
+    argv = command(questions, out, model, "--recipe", "holitom", "--retain", 0.2, "--lossless", "--max-new-tokens", 16)
+    assert main([*argv, "--lookup", "--json", str(told)]) == 0
+    assert "drafted tokens accepted" in capsys.readouterr().out
+    bare = tmp_path / "bare16.jsonl"
+    assert main(command(questions, bare, model, "--recipe", "none", "--max-new-tokens", 16)) == 0
+    answered = [{one["id"]: one["answer"] for one in lines(path)} for path in (out, bare)]
+    assert answered[0] == answered[1]
+    report = json.loads(told.read_text())
+    drafting = report["drafting"]
+    assert drafting["tokens"] == 4 * 16 and drafting["verifications"] + drafting["forwards_saved"] >= 15
+    assert report["visual_tokens_kept"] == report["visual_tokens"]
+    capsys.readouterr()
+    assert main([*argv, "--draft", str(model)]) == 2
+    assert "different settings (drafts)" in capsys.readouterr().err
+
+
 def test_strict_stops_at_the_first(
     films: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...core.figures import drafting_line
 from ...errors import MmaccelError
 from ...programs import plots
 from ...programs.bench.figures import Spread, changed
@@ -54,6 +55,7 @@ def render(report: Mapping[str, Any]) -> str:
         if body:
             lines.append(table([HEAD, *body], numbers=range(1, len(HEAD))))
             lines += ["", *(split for row in rows if (split := parts(row)))]
+            lines += [f"{row['recipe']}: {drafting_line(sums)}" for row in rows if (sums := row.get("drafting"))]
         lines += [f"{row['recipe']}: {row['problem']}" for row in rows if row["problem"] is not None]
         lines += [sentence for row in rows for sentence in losses(row)]
         lines += dict.fromkeys(note for row in rows for note in row.get("notes", ()))

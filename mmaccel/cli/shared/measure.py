@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from ...core.figures import tokens_a_verification
 from ...errors import MmaccelError
 from ...programs.bench import provenance
 from .. import ask
@@ -59,17 +60,20 @@ class Asked:
 
 
 def rows(
-    recipes: Sequence[str], budgets: Sequence[float] | None, changes: Mapping[str, Any] | None = None
+    recipes: Sequence[str],
+    budgets: Sequence[float] | None,
+    changes: Mapping[str, Any] | None = None,
+    drafts: Mapping[str, Any] | None = None,
 ) -> list[Row]:
     """Recipe ``none`` first, as the baseline, then every recipe with its ``changes`` (:func:`.options.named`) at every
-    budget, each once."""
+    budget and with ``drafts`` (:meth:`.options.DraftOptions.arguments`), each once."""
     from ...programs.evaluate import Row
 
     rows = [Row("none")]
     for name, base in named(recipes, changes):
         # a recipe without a budget is run once among others, and refuses a budget alone
         for budget in budgets if budgets and (base.primary is not None or len(recipes) == 1) else [None]:
-            rows.append(Row(base, budget))
+            rows.append(Row(base, budget, drafts))
             rows[-1].name = name
     return list({row.title: row for row in rows}.values())
 
@@ -170,6 +174,7 @@ class Run:
     def evaluate(self, rows: list[Row], keep_answers: bool = False) -> dict[str, Any]:
         """Fill the rows, saving every batch, and return the report."""
         from ...families import family_of
+        from ...programs.drafts import drafts_identity
         from ...programs.evaluate import evaluate
         from ...programs.identity import class_identity, model_identity, recipe_parts
 
@@ -178,7 +183,7 @@ class Run:
             self.settings["model files"] = model_identity(self.folder)
             self.settings["family"] = class_identity(type(family_of(self.model, self.processor)))[:16]
         for row in rows:
-            row.identity = recipe_parts(row.recipe, self.folder)
+            row.identity = recipe_parts(row.recipe, self.folder) | drafts_identity(row.drafts)
         asked = [(question.label, self._identity(question)) for question in self.questions]
         with closing(Results(self.path, self.settings, asked, keep_answers)) as results:
             results.take_over(rows)
@@ -274,16 +279,28 @@ def between(figures: dict[str, Any], name: str) -> str:
     return f"{percent(figures[name])} ({low * 100:.1f}-{high * 100:.1f})"
 
 
+def drafting_cells(sums: Mapping[str, Any]) -> list[str]:
+    """Drafts accepted, tokens a verification, and forwards saved, from sums over calls, which are empty without drafts."""
+    if not sums:
+        return ["-"] * 3
+    accepted = f"{sums['accepted']:,} of {sums['drafted']:,}"
+    return [accepted, f"{tokens_a_verification(sums):.2f}", f"{sums['forwards_saved']:,}"]
+
+
 def render(report: dict[str, Any], by_task: bool = True) -> str:
     """The report as text: one line a recipe, then accuracy (else loyalty) by task."""
     settings = report["settings"]
     head = ["recipe", "accuracy", "same answer", "KL", "visual tokens", "per layer", "KV cache", "of full"]
+    drafted = any(row["figures"]["drafting"] for row in report["rows"])
+    head += ["drafts accepted", "tokens a verification", "forwards saved"] if drafted else []
     rows = [head]
     for row in report["rows"]:
         f, costs = row["figures"], ["-"] * 5
         if f["questions"]:
             costs = [f"{f['kl']:.3f}", f"{f['visual_tokens_kept']:.0f}", percent(f["visual_share_per_layer"])]
             costs += [nbytes(f["kv_bytes"]), percent(f["kv_share"])]
+        if drafted:
+            costs += drafting_cells(f["drafting"])
         rows.append([row["title"], between(f, "accuracy"), between(f, "loyalty"), *costs])
     lines = [
         f"{settings['model']} on {settings['device']}, {settings['dtype']}; "

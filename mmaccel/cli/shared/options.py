@@ -159,8 +159,8 @@ class DraftOptions:
     ] = False
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of ``accelerate_vlm``."""
-        return {"lossless": self.lossless, "draft": self.draft, "lookup": self.lookup}
+        """Arguments of ``accelerate_vlm``; those that were given."""
+        return {name: value for name, value in vars(self).items() if value not in (False, None)}
 
 
 def settings(texts: Sequence[str] | None) -> dict[str, Any]:

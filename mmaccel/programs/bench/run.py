@@ -18,14 +18,17 @@ import numpy as np
 import torch
 
 from ...accelerate import accelerated
+from ...accelerate.drafting import MODEL, SELF
 from ...core.stats import Clock
 from ...core.transformers_api import cache_of
 from ...errors import MmaccelError, UnsupportedError, first_line
 from ...families import family_of
 from ...kv.cache import cache_bytes
 from ...media.prepare import prepare
-from ...recipe import Recipe
+from ...method.model_options import KeepLoaded
+from ...recipe import Recipe, get_recipe
 from ...runtime.call.call import current
+from ..drafts import DraftArguments, drafts_title
 from ..model_lock import TokenTimer
 from .arithmetic import (
     Operations,
@@ -184,14 +187,22 @@ class Peak:
 
 @dataclass
 class Variant:
-    """One way to run a case: bare (no recipe), with ``options`` of ``generate``, or with a recipe."""
+    """One way to run a case: bare (no recipe), with ``options`` of ``generate``, or with a recipe, and with ``drafts``.
+    ``draft_bytes`` are those of the weights that a drafted token reads, where a model drafts."""
 
     title: str
     recipe: Recipe | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    drafts: DraftArguments = field(default_factory=dict)
+    draft_bytes: int = 0
     samples: list[Sample] = field(default_factory=list)
     operations: Operations | None = None
     problem: str | None = None
+
+    @property
+    def shaping(self) -> Recipe | None:
+        """The recipe that shapes answers; lossless ones have none."""
+        return get_recipe("none") if self.recipe is not None and self.drafts.get("lossless") else self.recipe
 
 
 class Bench:
@@ -201,6 +212,8 @@ class Bench:
         self.subject, self.repeats, self.tell = subject, repeats, tell
         self.model = subject.model
         self.peak = Peak(self.model.device)
+        #: keeps models that draft
+        self._loaded = KeepLoaded()
         self._shown: dict[str, tuple[np.ndarray, ClipFile | None]] = {}
 
     def shown(self, name: str) -> tuple[np.ndarray, ClipFile | None]:
@@ -239,17 +252,22 @@ class Bench:
         processor = self.subject.processor
         if variant.recipe is None:
             return nullcontext(), processor
-        if any(method.site == "frames" for _, method in variant.recipe.build()):
+        assert variant.shaping is not None
+        if any(method.site == "frames" for _, method in variant.shaping.build()):
             if not self.subject.prepares:
                 raise UnsupportedError(
                     f"{variant.recipe.name!r} works before the processor, which a shape does not have; give --model"
                 )
             processor = prepare(processor, variant.recipe)
-        return accelerated(self.model, variant.recipe, processor=processor), processor
+        return accelerated(self.model, variant.recipe, processor=processor, **variant.drafts), processor
 
     def service(self, case: Case, processor: Any, **options: Any) -> Sample:
-        """Run one batch from pixels to the last token, with ``options`` of ``generate``."""
+        """Run one batch from pixels to the last token, with ``options`` of ``generate``. Drafts know no earlier answer: all
+        requests are equal."""
         self._synchronise()
+        handle = getattr(self.model, "mmaccel", None)
+        if handle is not None:
+            handle.drafts.forget()
         begin = time.perf_counter()
         inputs, parts = self.inputs(case, processor)
         stamps, clock = Stamps(), Clock()
@@ -265,7 +283,6 @@ class Bench:
             )
         self._synchronise()
         total = time.perf_counter() - begin
-        handle = getattr(self.model, "mmaccel", None)
         stats = handle.stats() if handle is not None else {}
         seconds = clock.seconds()
         ttft = stamps.times[1] - begin
@@ -274,7 +291,7 @@ class Bench:
         parts["rest"] = max(0.0, ttft - sum(parts.values()))
         decode = None
         if case.answer > 1:
-            decode = case.batch * (case.answer - 1) / (stamps.times[case.answer] - stamps.times[1])
+            decode = case.batch * (case.answer - 1) / (stamps.times[-1] - stamps.times[1])
         stored, metadata = stored_bytes(cache_of(out))
         return Sample(
             ttft=ttft,
@@ -318,16 +335,29 @@ class Bench:
             inputs, _ = self.inputs(case, processor)
             prefill = functools.partial(self.model.generate, **inputs, max_new_tokens=1, do_sample=False)
             variant.operations = count_operations(self.model, prefill)
+            if variant.drafts:
+                drafting = self.model.mmaccel.drafts.family
+                variant.draft_bytes = weight_bytes(self.model if drafting is None else drafting.model)
             del inputs, prefill
         self.once(case, variant)
 
     # --- a case -----------------------------------------------------------------------------------------------
     def measure(
-        self, case: Case, recipes: Sequence[tuple[str, Recipe]], others: Sequence[Variant] = ()
+        self,
+        case: Case,
+        recipes: Sequence[tuple[str, Recipe]],
+        others: Sequence[Variant] = (),
+        drafts: DraftArguments | None = None,
     ) -> list[dict[str, Any]]:
-        """Rows of one case: the bare model, ``others``, recipes. A variant that runs out of memory, or is not supported, has a
-        ``problem`` and is not run again."""
-        variants = [Variant("bare"), *others, *(Variant(title, recipe) for title, recipe in recipes)]
+        """Rows of one case: the bare model, ``others``, recipes, and recipes with ``drafts``, if any; lossless ones are
+        compared with the bare model, and their recipes do not run alone. A variant that runs out of memory, or is not
+        supported, has a ``problem`` and is not run again."""
+        variants = [Variant("bare"), *others]
+        for title, recipe in recipes:
+            if not drafts or not drafts.get("lossless"):
+                variants.append(Variant(title, recipe))
+            if drafts:
+                variants.append(Variant(f"{title}, {drafts_title(drafts)}", recipe, drafts=drafts))
         for variant in variants:
             self._attempt(variant, self.warm_up, case)
             if variant is variants[0] and variant.problem not in (None, OUT_OF_MEMORY):
@@ -358,13 +388,14 @@ class Bench:
                 torch.cuda.empty_cache()
 
     def _row(self, case: Case, variant: Variant, bare: Variant) -> dict[str, Any]:
+        drafts = [drafts_title(variant.drafts)] if variant.drafts else []
         row: dict[str, Any] = {
             "workload": case.workload,
             "answer": case.answer,
             "batch": case.batch,
             "closed_loop": case.loop,
             "recipe": variant.title,
-            "name": "bare" if variant.recipe is None else variant.recipe.name,
+            "name": "bare" if variant.recipe is None else ", ".join([variant.recipe.name, *drafts]),
             "retain": None if variant.recipe is None else variant.recipe.retain,
             "problem": variant.problem,
         }
@@ -380,21 +411,32 @@ class Bench:
         row["step_bytes"] = self._read(variant)
         row["tokens"] = {name: stats[name] for name in _TOKENS if name in stats}
         row["notes"] = stats.get("notes", [])
+        row["drafting"] = stats.get("drafting", {})
         clip = self.shown(case.workload)[1]
         if clip is not None and clip.path is None:
             row["notes"] = [*row["notes"], "video decoding is not in the first token: PyAV is not installed"]
         if variant is not bare and bare.problem is None:
             read = self._read(bare), row["step_bytes"]
-            row |= _against(samples, bare.samples, variant.operations, bare.operations, read)
+            fewer = self._fewer_steps(case, variant)
+            row |= _against(samples, bare.samples, variant.operations, bare.operations, read, fewer)
         return row
 
     def _read(self, variant: Variant) -> dict[str, int]:
         """Bytes that the last decode step read."""
         last = variant.samples[-1]
         kv = last.stored
-        if variant.recipe is not None:
-            kv -= unread_bytes(self.model, variant.recipe, last.stats, kv / max(1.0, last.tokens))
+        if variant.shaping is not None:
+            kv -= unread_bytes(self.model, variant.shaping, last.stats, kv / max(1.0, last.tokens))
         return {"weights": weight_bytes(self.model), "kv": kv, "metadata": last.metadata}
+
+    def _fewer_steps(self, case: Case, variant: Variant) -> float:
+        """How many decode steps there are to one with drafts; drafted tokens of a model count as their share of its weights."""
+        drafting = variant.samples[-1].stats.get("drafting")
+        if not drafting or case.answer == 1:
+            return 1.0
+        by_model = sum(one["drafted"] for name, one in drafting["sources"].items() if name in (MODEL, SELF))
+        steps = drafting["verifications"] + by_model / case.batch * variant.draft_bytes / weight_bytes(self.model)
+        return float((case.answer - 1) / max(1.0, steps))
 
 
 _TOKENS = ("prompt_tokens", "visual_tokens", "visual_tokens_kept", "visual_tokens_per_layer")
@@ -428,9 +470,10 @@ def _against(
     operations: Operations,
     full: Operations | None,
     read: tuple[dict[str, int], dict[str, int]],
+    fewer: float,
 ) -> dict[str, Any]:
     """Ratios to the bare model pair by pair, what arithmetic promises, and the share of it that was realised; ``read`` are the
-    bytes of a decode step of the bare model and of this one."""
+    bytes of a decode step of the bare model and of this one, which takes ``fewer`` times as few of them."""
     assert full is not None
     pairs = list(zip(fast, bare, strict=True))
     speedups = {
@@ -444,7 +487,7 @@ def _against(
     answering = statistics.median(s.total - s.ttft for s in bare)
     full_cache, cache = (float(one["kv"] + one["metadata"]) for one in read)
     weights = read[0]["weights"]
-    steps = promised_decode(weights, full_cache, cache) if bare[-1].decode is not None else 1.0
+    steps = promised_decode(weights, full_cache, cache) * fewer if bare[-1].decode is not None else 1.0
     promised["requests"] = (ttft + answering) / (ttft / promised["ttft"] + answering / steps)
     if bare[-1].decode is not None:
         promised["decode"] = steps

@@ -25,8 +25,9 @@ from ...media.files import Prompt
 from ...media.prepare import prepare
 from ...method import EncoderMethod, FramesMethod, PatchMethod, ProjectorMethod, ReuseMethod
 from ...method.model_options import KeepLoaded
-from ...recipe import Recipe
+from ...recipe import Recipe, get_recipe
 from ...video.clip import Clip
+from ..drafts import DraftArguments, drafting_sums
 from .questions import VideoQuestion
 
 Record = dict[str, Any]
@@ -46,6 +47,7 @@ class Figures:
     kv_bytes : of the cache at the end of the answers, padding of batches included.
     seconds : ``waiting`` for frames, ``choosing`` among them, ``processor``, and ``model``; of the model's, also
         ``encoder``, ``selection``, ``prefill`` and ``decode``.
+    drafting : of answers with drafts, the sums of :data:`mmaccel.core.figures.DRAFT_SUMS`.
     notes : remarks in words.
     """
 
@@ -58,6 +60,7 @@ class Figures:
     kv_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     backends: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    drafting: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     notes: list[str] = field(default_factory=list)
 
     def __iadd__(self, other: Figures) -> Figures:
@@ -148,20 +151,29 @@ class Prefix:
 class AnswerGenerator:
     """A model with a recipe that answers batches of questions about videos; ``figures`` are added up.
 
-    Raises MmaccelError if the model cannot honour the recipe.
+    drafts : arguments ``lossless``, ``draft`` and ``lookup`` of ``accelerate_vlm``.
+
+    Raises MmaccelError if the model cannot honour the recipe or the drafts.
     """
 
-    def __init__(self, model: Any, processor: Any, recipe: Recipe, max_new_tokens: int) -> None:
+    def __init__(
+        self, model: Any, processor: Any, recipe: Recipe, max_new_tokens: int, drafts: DraftArguments | None = None
+    ) -> None:
         self.model, self.processor, self.recipe, self.max_new_tokens = model, processor, recipe, max_new_tokens
+        self.drafts = drafts or {}
         self.figures = Figures()
-        self.prepared = prepare(processor, recipe)
-        #: keeps draft models and text towers of the recipe
+        lossless = bool(self.drafts.get("lossless"))
+        # what the processor would drop, a model that answers as the full one does must see
+        self.prepared = processor if lossless else prepare(processor, recipe)
+        #: the recipe that shapes answers
+        self.shaping = get_recipe("none") if lossless else recipe
+        #: keeps draft models and text towers of the recipe, and what drafts have learned
         self._loaded = KeepLoaded()
-        with accelerated(model, recipe, processor=self.prepared):
+        with accelerated(model, recipe, processor=self.prepared, **self.drafts):
             pass  # reports what the model does not support before the long run
         self.family = family_of(model, processor)
         self.base: Any = self.family.model
-        self.own_prefill = needs_own_prefill(recipe)
+        self.own_prefill = "drafts begin with the whole prompt" if self.drafts else needs_own_prefill(recipe)
         if self.family.stateful and not recipe.stages:
             # with a recipe mmaccel runs such layers row by row
             self.own_prefill = "layers with a state would read padding after a video as text"
@@ -174,7 +186,9 @@ class AnswerGenerator:
     def generate(self, chunk: Sequence[tuple[VideoQuestion, int]], clips: Sequence[Shown]) -> list[str]:
         """Answers by one call of ``generate`` on the whole prompts."""
         recipe, processor = self.recipe, self.prepared
-        asking = [m for _, m in recipe.build() if isinstance(m, FramesMethod) and getattr(m, "needs_question", False)]
+        asking = [
+            m for _, m in self.shaping.build() if isinstance(m, FramesMethod) and getattr(m, "needs_question", False)
+        ]
         if asking and not getattr(asking[0], "query", ""):
             if len(chunk) > 1:
                 return [self.generate([pair], [clip])[0] for pair, clip in zip(chunk, clips, strict=True)]
@@ -280,7 +294,7 @@ class AnswerGenerator:
 
     def _written(self, inputs: Mapping[str, Any], **options: Any) -> list[str]:
         """Greedy answers of ``generate`` to prompts."""
-        check_positions(self.base, self.recipe, inputs, self.max_new_tokens)
+        check_positions(self.base, self.shaping, inputs, self.max_new_tokens)
         out = self.model.generate(**inputs, max_new_tokens=self.max_new_tokens, do_sample=False, num_beams=1, **options)
         texts = self.processor.tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         return [text.strip() for text in texts]
@@ -290,12 +304,14 @@ class AnswerGenerator:
         with (
             self.figures.measure("model"),
             torch.inference_mode(),
-            accelerated(self.model, recipe, processor=processor),
+            accelerated(self.model, recipe, processor=processor, **self.drafts),
         ):
             yield
 
     def _count(self, stats: Record) -> None:
         for name, seconds in stats["seconds"].items():
             self.figures.seconds[name] += seconds
+        for name, value in drafting_sums(stats).items():
+            self.figures.drafting[name] += value
         for note in stats["notes"]:
             self.figures.note(note)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from ...accelerate.drafting import draft_of_call
 from ...errors import MmaccelError
 from ...families.load import load
 from ...method import FrameChoice
@@ -28,6 +29,7 @@ from ...recipe import Recipe, RecipeLike, Stage, get_recipe
 from ...video.clip import Clip
 from ...video.decode_spec import GIB, DecodeSpec, Select, check_timeout
 from ...video.prefetch import Prefetcher, start_prefetch
+from ..drafts import DraftArguments, drafts_identity
 from ..evaluate import fingerprint, sentence
 from ..identity import digests, recipe_parts, versions
 from .generator import AnswerGenerator, Batch, Figures, Shown
@@ -57,6 +59,7 @@ class QASettings:
     timeout : seconds that decoding a video may take.
     memory : limit of the decoded frames that are held at a time, in bytes; a video that takes more alone fails. If little
         fits, fewer questions are answered together.
+    drafts : arguments ``lossless``, ``draft`` (a folder or a hub id) and ``lookup`` of :func:`mmaccel.accelerate_vlm`.
 
     Raises MmaccelError if a value is not allowed.
     """
@@ -74,6 +77,7 @@ class QASettings:
     trust_remote_code: bool = False
     timeout: float = 120.0
     memory: int = 4 * GIB
+    drafts: DraftArguments = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.recipe.build()
@@ -144,6 +148,7 @@ class QASettings:
             **({} if self.chooser() is None else self._parts(self._choice())),
             "max_new_tokens": self.max_new_tokens,
             "prompt": asked,
+            **drafts_identity(self.drafts),
             **versions(),
         }
 
@@ -185,7 +190,7 @@ class VideoAnswerer:
             )
         if getattr(processor, "video_processor", None) is None:
             raise MmaccelError(f"{settings.model!r} takes no video; give a model that does, such as a Qwen2.5-VL.")
-        self.generator = AnswerGenerator(model, processor, settings.recipe, settings.max_new_tokens)
+        self.generator = AnswerGenerator(model, processor, settings.recipe, settings.max_new_tokens, settings.drafts)
         self.size = settings.most
         #: placeholders of media in prompts
         self._placeholders = [getattr(processor, name, None) for name in ("video_token", "image_token")]
@@ -371,6 +376,9 @@ def answer_videos(
     batch_size: int | Literal["auto"] = "auto",
     timeout: float = 120.0,
     memory: int = 4 * GIB,
+    lossless: bool = False,
+    draft: Any = None,
+    lookup: bool | str = False,
     **overrides: Any,
 ) -> Iterator[Record]:
     """Answer questions about videos; yields records as they are finished.
@@ -383,7 +391,8 @@ def answer_videos(
     questions : a JSONL file (see :func:`.questions.read_questions`), or questions, or objects like its lines.
     model : a model, or a folder or hub id of one.
     processor : the model's processor; loaded with a model that is named.
-    recipe, retain, **overrides : as for :func:`mmaccel.accelerate_vlm`. Methods of site ``frames`` are applied as well.
+    recipe, retain, lossless, draft, lookup, **overrides : as for :func:`mmaccel.accelerate_vlm`. Methods of site ``frames``
+        are applied as well.
     frames, frame_method, frame_options, max_new_tokens, batch_size, timeout, memory : see :class:`QASettings`.
 
     Yields
@@ -403,7 +412,9 @@ def answer_videos(
     ...     print(sorted(record))
     ['answer', ...
     """
+    draft, overrides = draft_of_call(recipe, lossless, draft, overrides)
     chosen = get_recipe(recipe, retain=retain, **overrides)
+    drafts = {"lossless": lossless, "draft": draft, "lookup": lookup}
     named = isinstance(model, (str, os.PathLike))
     settings = QASettings(
         model=os.fspath(model) if named else fingerprint(model),
@@ -415,6 +426,7 @@ def answer_videos(
         batch_size=batch_size,
         timeout=timeout,
         memory=memory,
+        drafts={name: value for name, value in drafts.items() if value not in (False, None)},
     )
     asked = as_questions(questions)
     return VideoAnswerer(settings, None if named else model, processor).run(asked)

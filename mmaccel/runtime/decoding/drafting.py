@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ...core.figures import tokens_a_verification
 from ...core.stats import Stats
 from ...decoding.base import Drafter
 from ...errors import first_line
@@ -87,7 +88,9 @@ class Drafting:
     sources: list[Source] = field(default_factory=list)
     figures: dict[str, SourceFigures] = field(default_factory=dict)
     blocks: int = 0
+    row_blocks: int = 0
     tokens: int = 0
+    longest: int = 0
     verify_seconds: float = 0.0
     costs: Costs = field(default_factory=Costs)
     prices: dict[str, Price] = field(default_factory=dict)
@@ -119,6 +122,7 @@ class Drafting:
         drafts: list[list[int]] = [[] for _ in rows]
         self.chosen = [None] * len(rows)
         self.asked = set()
+        self.row_blocks += sum(not row.ended for row in rows)
         # the last token of an answer is the model's own
         room = [0 if row.ended else min(LONGEST, longest - len(row.tokens) - 1) for row in rows]
         for source in sorted(self.sources, key=lambda one: -self._promise(one, rows)):
@@ -178,6 +182,7 @@ class Drafting:
     def end(self, rows: Sequence[Row]) -> None:
         """Close the figures of the call."""
         self.tokens = sum(len(row.answer) for row in rows)
+        self.longest = max(len(row.answer) for row in rows)
 
     # --- what pays ------------------------------------------------------------------------------------------------
     def _length(self, source: Source, number: int, space: int) -> int:
@@ -236,11 +241,18 @@ class Drafting:
     def report(self, stats: Stats) -> None:
         """Add figures and notes to the statistics of the call."""
         stats.notes += self.notes
-        stats.drafting = {
+        sums = {
             "tokens": self.tokens,
             "verifications": self.blocks,
+            "row_verifications": self.row_blocks,
+            # the first token comes with the prompt
+            "forwards_saved": self.longest - 1 - self.blocks,
             "drafted": sum(one.drafted for one in self.figures.values()),
             "accepted": sum(one.accepted for one in self.figures.values()),
+        }
+        stats.drafting = {
+            **sums,
+            "tokens_a_verification": tokens_a_verification(sums),
             "verify_seconds": self.verify_seconds,
             "sources": {name: vars(one).copy() for name, one in self.figures.items()},
         }

@@ -47,7 +47,7 @@ class Decoder:
             For beams and other searches, and for outputs that drafts cannot give.
         """
         config, drafting = generation_config, self.drafting
-        _check(config, len(input_ids))
+        _check(config)
         chooser = Chooser(logits_processor, config)
         ending = Ending(stopping_criteria, config, input_ids.device)
         reader = Reader(model, input_ids, config, arguments)
@@ -138,27 +138,22 @@ class Step:
             row.pending = row.pending[kept:]
 
 
-def _check(config: Any, batch: int) -> None:
+def _check(config: Any) -> None:
     """Raise for calls of ``generate`` that cannot have drafts."""
     if (mode := config.get_generation_mode(None).value) not in ("greedy_search", "sample"):
         raise UnsupportedError(
             f"Drafts are verified by greedy search and by sampling, and this call asks for {mode.replace('_', ' ')}; leave it "
             "out (num_beams=1), or pass mmaccel=False."
         )
-    never = ("output_attentions", "output_hidden_states")
-    single = ("output_scores", "output_logits")
-    for name in never if batch == 1 else (*never, *single):
+    for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
-            rows = "" if name in never else " for several rows"
-            raise UnsupportedError(
-                f"With drafts {name}=True is not offered{rows}; leave it out, or pass mmaccel=False."
-            )
+            raise UnsupportedError(f"With drafts {name}=True is not offered; leave it out, or pass mmaccel=False.")
     if config.use_cache is False:
         raise UnsupportedError("Drafts need a KV cache, and use_cache=False makes none; leave out use_cache=False.")
 
 
 def _result(rows: Sequence[Row], reader: Reader, config: Any, ids: Tensor) -> Any:
-    """What ``generate`` returns: rows padded behind their ends."""
+    """What ``generate`` returns: rows padded behind their ends, scores and logits with zeros."""
     longest = max(len(row.tokens) for row in rows)
     pad = config._pad_token_tensor
     filler = 0 if pad is None else int(pad)
@@ -167,6 +162,12 @@ def _result(rows: Sequence[Row], reader: Reader, config: Any, ids: Tensor) -> An
         return sequences
     from transformers.generation import GenerateDecoderOnlyOutput
 
-    scores = tuple(rows[0].scores) if config.output_scores else None
-    logits = tuple(rows[0].logits) if config.output_logits else None
+    steps = range(longest - rows[0].prompt)
+
+    def padded(of_rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+        zeros = torch.zeros_like(of_rows[0][0])
+        return tuple(torch.cat([one[step] if step < len(one) else zeros for one in of_rows]) for step in steps)
+
+    scores = padded([row.scores for row in rows]) if config.output_scores else None
+    logits = padded([row.logits for row in rows]) if config.output_logits else None
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, **cache_argument(reader.cache))
