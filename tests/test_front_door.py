@@ -289,11 +289,14 @@ def test_figures_in_one_line(changes: dict[str, Any], line: str) -> None:
 
 def test_figures_of_drafts_are_counts_and_seconds_in_a_table() -> None:
     source = {"drafted": 1200, "accepted": 900, "seconds": 0.5, "prepare_seconds": 0.0}
-    drafting = {"tokens": 2000, "drafted": 1200, "accepted": 900, "verify_seconds": 1.5, "sources": {"self": source}}
+    sums = {"tokens": 2000, "verifications": 1100, "row_verifications": 1200, "forwards_saved": 899}
+    sums |= {"drafted": 1200, "accepted": 900}
+    drafting = {**sums, "verify_seconds": 1.5, "sources": {"self": source}}
     shown = CallStats({**CALL, "drafting": drafting})
-    assert "900 of 1,200 drafted tokens accepted" in repr(shown)
+    assert "900 of 1,200 drafted tokens accepted, 1.75 tokens a verification, 899 forwards saved" in repr(shown)
     cell = (
-        "tokens 2,000, drafted 1,200, accepted 900, verify_seconds 1.5 s, sources (self (drafted 1,200, accepted 900, "
+        "tokens 2,000, verifications 1,100, row_verifications 1,200, forwards_saved 899, drafted 1,200, accepted 900, "
+        "verify_seconds 1.5 s, sources (self (drafted 1,200, accepted 900, "
     )
     assert f"<td>{cell}seconds 500 ms, prepare_seconds &lt;1 ms))</td>" in shown._repr_html_()
 

@@ -40,8 +40,8 @@ HOPE = 0.9
 
 @dataclass(eq=False)
 class Learned:
-    """What calls leave to later ones of a model: earlier answers, None where no drafter copies from them, and seconds of
-    forwards by the rows of a call."""
+    """Memory of earlier calls of a model: their answers, None where no drafter copies from them, and seconds of forwards by the
+    rows of a call."""
 
     answers: Answers[Any] | None
     costs: dict[int, Costs] = field(default_factory=dict)
@@ -126,9 +126,9 @@ class Drafts:
                 if self._model_drafts:
                     decoder.drafting.notes.append(f"no model drafts: the answer has at most {most} tokens")
             elif self.family is not None:
-                sources.append(ModelDraft(MODEL, self.family.model, prompt, {"mmaccel": asked}))
+                sources.append(ModelDraft(MODEL, self.family.model, prompt, {"mmaccel": asked}, most))
             elif self.draft == SELF or (self._model_drafts and self._pays(family, reader, decoder.drafting)):
-                sources.append(ModelDraft(SELF, model, prompt, {"mmaccel": asked}))
+                sources.append(ModelDraft(SELF, model, prompt, {"mmaccel": asked}, most))
             return sources
 
         # the first call finds out what forwards of a batch of this size cost

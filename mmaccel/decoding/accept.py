@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,26 +72,11 @@ def accept_sampled(
     return _emitted(drafts, accepted, (own / exponential).argmax(1)[:, None].expand(-1, drafts.shape[1] + 1))
 
 
-def random_numbers(
-    drafts: Tensor, vocabulary: int, generators: Sequence[torch.Generator] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Random numbers of one block for :func:`accept_sampled`: ``uniform [B, n]`` and ``exponential [B, V]``.
-
-    Parameters
-    ----------
-    drafts : ``[B, n]`` int64, padded with -1 at the end.
-    vocabulary : ``V``.
-    generators : one a row, on the device of ``drafts``; a row takes numbers for its own drafts only, so that its text does not
-        depend on the rows beside it. None for torch's global one.
-    """
-    uniform = torch.ones(drafts.shape, dtype=torch.float64, device=drafts.device)
-    exponential = torch.empty(len(drafts), vocabulary, device=drafts.device)
-    if generators is None:
-        return uniform.uniform_(), exponential.exponential_()
-    for row, (generator, length) in enumerate(zip(generators, (drafts >= 0).sum(1).tolist(), strict=True)):
-        uniform[row, :length].uniform_(generator=generator)
-        exponential[row].exponential_(generator=generator)
-    return uniform, exponential
+def random_numbers(drafts: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Random numbers of one block of ``drafts [B, n]`` for :func:`accept_sampled`: ``uniform [B, n]`` float64, because float32
+    draws 0 too often, and ``exponential [B, V]``; from torch's global generator, as ``generate`` draws."""
+    uniform = torch.rand(drafts.shape, dtype=torch.float64, device=drafts.device)
+    return uniform, torch.empty(len(drafts), vocabulary, device=drafts.device).exponential_()
 
 
 def _prefix(accepted: Tensor) -> Tensor:

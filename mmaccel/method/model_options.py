@@ -63,7 +63,7 @@ def load_once(kind: str, name: str, where: tuple[str, ...], load: Callable[[], A
 
 
 def keep(key: Hashable, make: Callable[[], Any]) -> Any:
-    """What an active :class:`KeepLoaded` holds under ``key``; else a new one, which all active ones hold from now on."""
+    """Return what an active :class:`KeepLoaded` holds under ``key``; else a new one, which all active ones then hold."""
     with _lock:
         part = next((keeper.parts[key] for keeper in _keepers if key in keeper.parts), None)
         part = make() if part is None else part

@@ -22,7 +22,7 @@ def drafts_title(drafts: DraftArguments) -> str:
 
 
 def drafts_identity(drafts: DraftArguments) -> dict[str, str]:
-    """What a resumed run must share: a digest of the arguments and of the files of the model that drafts; empty without drafts.
+    """Digest of the arguments and of the files of the model that drafts, which a resumed run must share; empty without drafts.
     Raises MmaccelError if a file cannot be read."""
     if not drafts:
         return {}

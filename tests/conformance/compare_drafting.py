@@ -115,18 +115,6 @@ def transformers(params: Params, arrays: Arrays) -> None:
     assert torch.equal(made.tokens, arrays["out_tokens"]) and torch.equal(made.accepted, arrays["out_accepted"])
 
 
-def raggedbatch(params: Params, arrays: Arrays) -> None:
-    """Rows are what is behind the padding and the tokens taken; the newest of these has no keys yet."""
-    ids, new = arrays["in_ids"], arrays["in_new"]
-    start = (ids != params["pad_id"]).long().argmax(1)
-    length = ids.shape[1] - start + (new >= 0).sum(1)
-    assert torch.equal(length.max() - length, arrays["out_pad"])
-    made = run("pad_left", torch.cat([ids, new], 1), start, length)
-    assert torch.equal(made, arrays["out_ids"].where(arrays["out_ids"] != params["pad_id"], 0))
-    for name in ("k", "v"):
-        assert torch.equal(run("pad_left", arrays[f"in_{name}"], start, length - 1, 2), arrays[f"out_{name}"])
-
-
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("apoorvumang/prompt-lookup-decoding", "find_candidate_pred_tokens"): promptlookup,
     ("RazvanDu/CopySpec", "SpeculativeDecoder.preprocess_prompt / find_text_position"): copyspec,
@@ -137,5 +125,4 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
         "rejection_greedy_sample_kernel, rejection_random_sample_kernel, sample_recovered_tokens_kernel",
     ): vllm,
     ("huggingface/transformers (PyPI)", "_speculative_sampling"): transformers,
-    ("eBay/spec_dec", "pad_sequences_for_alignment_fixed, realign_kv_cache"): raggedbatch,
 }

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from mmaccel.decoding.accept import accept_greedy, accept_sampled, random_numbers
-from mmaccel.decoding.ragged import pad_left
 
 VOCABULARY, ROWS = 5, 40_000
 
@@ -164,28 +163,3 @@ def test_impossible_tokens_are_never_accepted() -> None:
     # a draft that the drafter says it cannot draw
     flat, q = torch.full((1, 2, 2), 0.5), torch.tensor([[[0.0, 1.0]]])
     assert accept_sampled(flat, torch.tensor([[0]]), none, torch.ones(1, 2), q).accepted.tolist() == [0]
-
-
-def test_a_row_draws_the_same_numbers_beside_any_others() -> None:
-    def numbers(drafts: list[list[int]], seeds: list[int]) -> tuple[list[list[float]], list[list[float]], list[float]]:
-        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        uniform, exponential = random_numbers(torch.tensor(drafts), 7, generators)
-        return uniform.tolist(), exponential.tolist(), [float(torch.rand(1, generator=one)) for one in generators]
-
-    both, alone = numbers([[4, -1, -1], [5, 6, 7]], [3, 9]), numbers([[4]], [3])
-    assert both[0][0][:1] == alone[0][0] and both[1][0] == alone[1][0] and both[2][0] == alone[2][0]
-    assert numbers([[5, 6, 7]], [9])[0] == both[0][1:]
-    assert min(both[0][0][1:]) >= 1.0
-
-
-@pytest.mark.parametrize("dim", [1, 2, -2])
-def test_rows_are_padded_anew(dim: int) -> None:
-    shape = {1: (3, 6, 2), 2: (3, 2, 6, 4), -2: (3, 2, 6, 4)}[dim]
-    x = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
-    starts, lengths = [2, 0, 5], [3, 4, 1]
-    made = pad_left(x, torch.tensor(starts), torch.tensor(lengths), dim)
-    for old, new, start, length in zip(x, made, starts, lengths, strict=True):
-        axis = dim - 1 if dim > 0 else dim
-        assert new.shape[axis] == 4
-        assert torch.equal(new.narrow(axis, 4 - length, length), old.narrow(axis, start, length))
-        assert not new.narrow(axis, 0, 4 - length).any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 
 import mmaccel
 from mmaccel import MmaccelError, UnsupportedError, accelerate_vlm, accelerated
+from mmaccel.accelerate import drafting as accelerate_drafting
 from mmaccel.decoding import drafters
 from mmaccel.decoding.base import Drafter
 from mmaccel.method.model_options import KeepLoaded
@@ -169,6 +171,40 @@ def test_second_turns(family: str, liar: type[Liar], monkeypatch: pytest.MonkeyP
     assert torch.equal(again, wanted)
 
 
+@pytest.mark.parametrize("family", SHORT)
+def test_second_turns_of_a_batch(family: str, liar: type[Liar], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that accepted different numbers of tokens leave no gaps in the cache that comes back."""
+    tiny, feed = zoo.model(family), zoo.inputs(family, "uneven")
+    first = generate(tiny, feed, return_dict_in_generate=True)
+    monkeypatch.setattr(liar, "truth", told(feed, first.sequences))
+    monkeypatch.setattr(liar, "plan", "mixed")
+    with accelerated(tiny, "divprune", lossless=True, lookup="liar"):
+        out = generate(tiny, feed, return_dict_in_generate=True)
+        assert tiny.mmaccel.stats().drafting["drafted"] > tiny.mmaccel.stats().drafting["accepted"] > 0
+    assert torch.equal(out.sequences, first.sequences)
+    mine, its = out.past_key_values, first.past_key_values
+    assert mine.get_seq_length() == its.get_seq_length()
+    real = torch.cat([feed["attention_mask"], torch.ones(len(out.sequences), NEW - 1, dtype=torch.long)], 1).bool()
+    for one, other in zip(mine.layers, its.layers, strict=True):
+        kept = real[:, -one.keys.shape[2] :, None].expand(-1, -1, one.keys.shape[1]).transpose(1, 2)
+        torch.testing.assert_close(one.keys[kept], other.keys[kept], rtol=1e-4, atol=1e-4)
+
+
+def test_an_end_inside_a_draft_ends_the_cache(liar: type[Liar], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a draft that goes on behind the end of the answer stays for the next turn."""
+    tiny, feed = zoo.model("llava"), zoo.inputs("llava")
+    (answer,) = told(feed, generate(tiny, feed))
+    monkeypatch.setattr(liar, "truth", [answer])
+    monkeypatch.setattr(liar, "plan", "right")
+    for place in range(3, 9):
+        end = {"eos_token_id": answer[place], "return_dict_in_generate": True}
+        plain = generate(tiny, feed, **end)
+        with accelerated(tiny, "divprune", lossless=True, lookup="liar"):
+            out = generate(tiny, feed, **end)
+        assert torch.equal(out.sequences, plain.sequences)
+        assert out.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+
+
 # ------------------------------------------------------------------------------------------------------------- options
 class Banned(LogitsProcessor):
     """Forbids every token that stands among the last three."""
@@ -293,29 +329,73 @@ def test_drawn_answers_have_the_distribution_of_the_model(
     """20,000 answers of three tokens, by a chi-square bound over all answers."""
     tiny, feed = zoo.model("llava"), zoo.inputs("llava", "text", question="what?")
     monkeypatch.setattr(liar, "plan", plan)
-    options = {"do_sample": True, "top_k": 3, "temperature": 1.5, "max_new_tokens": 3}
     wanted = distribution(tiny, feed, 3, 1.5)
     likeliest = max(wanted, key=lambda one: wanted[one])
     monkeypatch.setattr(liar, "truth", [list(likeliest)])
+    with accelerated(tiny, "divprune", lossless=True, lookup="liar"):
+        check_draws(tiny, feed, wanted)
+
+
+def test_a_model_draws_its_drafts(liar: type[Liar], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn drafts keep the distribution, and are accepted as often as the two distributions overlap; drawing and comparing
+    would accept fewer."""
+    monkeypatch.setattr(accelerate_drafting, "SHORT", 0)
+    tiny, feed = zoo.model("llava"), zoo.inputs("llava", "text", question="what?")
+    other = copy.deepcopy(tiny)
+    noise = torch.randn(other.lm_head.weight.shape, generator=torch.Generator().manual_seed(2))
+    other.lm_head.weight.data += 0.3 * other.lm_head.weight.std() * noise
+    wanted = distribution(tiny, feed, 3, 1.5)
+    with accelerated(tiny, "none", lossless=True, draft=other):
+        figures = check_draws(tiny, feed, wanted)
+    # one token is drafted of the three: the first is the prompt's, the last the model's own
+    overlap = match = 0.0
+    for first in {one[0] for one in wanted}:
+        chance = sum(p for one, p in wanted.items() if one[0] == first)
+        mine = second_tokens(wanted, first)
+        theirs = distribution(other, grown(feed, first), 3, 1.5, 1)
+        overlap += chance * sum(min(p, theirs.get((token,), 0.0)) for token, p in mine.items())
+        match += chance * sum(p * theirs.get((token,), 0.0) for token, p in mine.items())
+    assert figures["accepted"] / figures["drafted"] == pytest.approx(overlap, abs=0.015)
+    assert overlap > match + 0.1
+
+
+def grown(feed: Any, token: int) -> dict[str, Tensor]:
+    return {"input_ids": torch.cat([feed["input_ids"], torch.tensor([[token]])], 1)}
+
+
+def second_tokens(wanted: dict[tuple[int, ...], float], first: int) -> Counter[int]:
+    """The distribution of the token behind ``first``."""
+    found: Counter[int] = Counter()
+    for one, p in wanted.items():
+        found[one[1]] += p if one[0] == first else 0  # type: ignore[assignment]
+    total = sum(found.values())
+    return Counter({token: p / total for token, p in found.items()})  # type: ignore[misc]
+
+
+def check_draws(tiny: Any, feed: Any, wanted: dict[tuple[int, ...], float]) -> dict[str, int]:
+    """Draw 20,000 answers of three tokens and compare them with the distribution ``wanted``; sums of figures."""
+    options = {"do_sample": True, "top_k": 3, "temperature": 1.5, "max_new_tokens": 3}
     rows, rounds = 1000, 20
     torch.manual_seed(0)
     counts: Counter[tuple[int, ...]] = Counter()
-    with accelerated(tiny, "divprune", lossless=True, lookup="liar"):
-        for _ in range(rounds):
-            out = generate(tiny, feed, num_return_sequences=rows, **options)
-            counts.update(tuple(row) for row in told(feed, out))
-        assert tiny.mmaccel.stats().drafting["drafted"] > 0
+    figures: Counter[str] = Counter()
+    for _ in range(rounds):
+        out = generate(tiny, feed, num_return_sequences=rows, **options)
+        counts.update(tuple(row) for row in told(feed, out))
+        figures.update({name: tiny.mmaccel.stats().drafting[name] for name in ("drafted", "accepted")})
+    assert figures["drafted"] > 0
     total = rows * rounds
     assert set(counts) <= set(wanted)
     square = sum((counts[one] - total * p) ** 2 / (total * p) for one, p in wanted.items() if total * p > 5)
     freedom = sum(total * p > 5 for p in wanted.values()) - 1
     assert square < freedom + 5 * (2 * freedom) ** 0.5, (square, freedom)
+    return figures
 
 
-def distribution(tiny: Any, feed: Any, top: int, temperature: float) -> dict[tuple[int, ...], float]:
-    """The probability of every answer of three tokens."""
+def distribution(tiny: Any, feed: Any, top: int, temperature: float, length: int = 3) -> dict[tuple[int, ...], float]:
+    """The probability of every answer of ``length`` tokens."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
+    for _ in range(length):
         after: dict[tuple[int, ...], float] = {}
         for said, chance in found.items():
             ids = torch.cat([feed["input_ids"], torch.tensor([said], dtype=torch.long)], 1)

@@ -13,7 +13,7 @@ from ...decoding.base import Drafter
 from ...errors import first_line
 from .length import LONGEST_PAUSE, PAUSE, TRIAL, Acceptance, Costs, Price, best_length
 from .reader import Reader
-from .rows import Row, in_common
+from .rows import Chooser, Draft, Row, in_common
 
 #: the longest draft of a block
 LONGEST = 16
@@ -28,10 +28,10 @@ class Source(Protocol):
     #: whether drafts cost next to nothing, so that they may be made to see whether they would have been right
     free: bool
 
-    def prepare(self, rows: Sequence[Row]) -> None:
-        """Called once before the first draft."""
+    def prepare(self, rows: Sequence[Row], chooser: Chooser) -> None:
+        """Called once before the first draft; ``chooser`` chooses tokens as the model that verifies does."""
 
-    def draft(self, rows: Sequence[Row], most: Sequence[int]) -> list[list[int]]:
+    def draft(self, rows: Sequence[Row], most: Sequence[int]) -> list[Draft]:
         """At most ``most[i]`` tokens that may follow row ``i``; none for 0. Between two calls tokens are only added to rows."""
 
 
@@ -46,15 +46,15 @@ class Copying:
         self.drafters: list[Drafter] = []
         self.prompts: list[list[int]] = []
 
-    def prepare(self, rows: Sequence[Row]) -> None:
+    def prepare(self, rows: Sequence[Row], chooser: Chooser) -> None:
         """See :class:`Source`."""
         self.drafters = [self.make() for _ in rows]
         self.prompts = [[token for token in row.tokens[: row.prompt] if token not in self.skipped] for row in rows]
 
-    def draft(self, rows: Sequence[Row], most: Sequence[int]) -> list[list[int]]:
+    def draft(self, rows: Sequence[Row], most: Sequence[int]) -> list[Draft]:
         """See :class:`Source`."""
         return [
-            drafter.draft(prompt + row.answer, count) if count else []
+            Draft(drafter.draft(prompt + row.answer, count)) if count else Draft()
             for drafter, prompt, row, count in zip(self.drafters, self.prompts, rows, most, strict=True)
         ]
 
@@ -100,10 +100,11 @@ class Drafting:
     asked: set[str] = field(default_factory=set)
     prepared: set[str] = field(default_factory=set)
     #: drafts that are not verified, by row and source: the place where they would begin, and their tokens
-    watched: dict[tuple[int, str], tuple[int, list[int]]] = field(default_factory=dict)
+    watched: dict[tuple[int, str], tuple[int, Sequence[int]]] = field(default_factory=dict)
 
-    def begin(self, rows: Sequence[Row], reader: Reader) -> None:
+    def begin(self, rows: Sequence[Row], reader: Reader, chooser: Chooser) -> None:
         """Make the sources; called when the model has read the prompt."""
+        self.chooser = chooser
         if not reader.can_forget:
             self.notes.append(
                 "drafts are off: layers with a recurrent state cannot forget rejected tokens; decoded one token at a time"
@@ -117,9 +118,9 @@ class Drafting:
         self.prices = {source.name: Price() for source in self.sources}
         self.rates = [{source.name: Acceptance() for source in self.sources} for _ in rows]
 
-    def draft(self, rows: Sequence[Row], longest: int) -> list[list[int]]:
+    def draft(self, rows: Sequence[Row], longest: int) -> list[Draft]:
         """Drafts of all rows; ``longest`` is the most tokens that a row may have."""
-        drafts: list[list[int]] = [[] for _ in rows]
+        drafts = [Draft()] * len(rows)
         self.chosen = [None] * len(rows)
         self.asked = set()
         self.row_blocks += sum(not row.ended for row in rows)
@@ -131,12 +132,12 @@ class Drafting:
                 price.rests -= 1
                 continue
             most = [
-                0 if draft or space <= 0 else self._length(source, number, space)
+                0 if draft.tokens or space <= 0 else self._length(source, number, space)
                 for number, (draft, space) in enumerate(zip(drafts, room, strict=True))
             ]
             if any(most):
                 for number, draft in enumerate(self._ask(source, rows, most)):
-                    if draft and not drafts[number]:
+                    if draft.tokens and not drafts[number].tokens:
                         drafts[number], self.chosen[number] = draft, source.name
             if source.free:
                 self._watch(source, rows, [not count and space > 0 for count, space in zip(most, room, strict=True)])
@@ -149,8 +150,8 @@ class Drafting:
         ]
         if any(missing):
             for number, draft in enumerate(self._ask(source, rows, missing)):
-                if draft:
-                    self.watched[number, source.name] = len(rows[number].tokens), draft
+                if draft.tokens:
+                    self.watched[number, source.name] = len(rows[number].tokens), draft.tokens
 
     def _judge(self, rows: Sequence[Row]) -> None:
         """Note which watched drafts were right, as soon as the answer is long enough to tell."""
@@ -162,7 +163,7 @@ class Drafting:
                 del self.watched[number, name]
 
     def note(
-        self, rows: Sequence[Row], drafts: Sequence[Sequence[int]], accepted: Sequence[int], length: int, seconds: float
+        self, rows: Sequence[Row], drafts: Sequence[Draft], accepted: Sequence[int], length: int, seconds: float
     ) -> None:
         """Note how many tokens of ``drafts`` were accepted, in a forward over ``length`` tokens of every row."""
         self.blocks += 1
@@ -170,9 +171,9 @@ class Drafting:
         self.costs.add(length, seconds)
         for number, (draft, right, name) in enumerate(zip(drafts, accepted, self.chosen, strict=True)):
             if name is not None:
-                self.rates[number][name].add(right, len(draft))
+                self.rates[number][name].add(right, len(draft.tokens))
                 figures = self.figures[name]
-                figures.drafted += len(draft)
+                figures.drafted += len(draft.tokens)
                 figures.accepted += right
         self._judge(rows)
         for source in self.sources:
@@ -210,7 +211,7 @@ class Drafting:
         else:
             price.rests, price.pause = price.pause, min(2 * price.pause, LONGEST_PAUSE)
 
-    def _ask(self, source: Source, rows: Sequence[Row], most: Sequence[int]) -> list[list[int]]:
+    def _ask(self, source: Source, rows: Sequence[Row], most: Sequence[int]) -> list[Draft]:
         """The drafts of a source, cut before the first forbidden token."""
         figures = self.figures[source.name]
         try:
@@ -218,25 +219,26 @@ class Drafting:
                 self.prepared.add(source.name)
                 # reading a prompt is no price of a drafted token
                 begin = time.perf_counter()
-                source.prepare(rows)
+                source.prepare(rows, self.chooser)
                 figures.prepare_seconds = time.perf_counter() - begin
             begin = time.perf_counter()
             drafts = source.draft(rows, most)
         except Exception as error:  # whatever a draft does, the answer is the model's
             self.sources.remove(source)
             self.notes.append(f"drafts of {source.name} are off: {first_line(error)}")
-            return [[] for _ in rows]
-        drafts = [self._cut(draft[:count]) for draft, count in zip(drafts, most, strict=True)]
+            return [Draft()] * len(rows)
+        drafts = [self._cut(draft, count) for draft, count in zip(drafts, most, strict=True)]
         seconds = time.perf_counter() - begin
         figures.seconds += seconds
         self.asked.add(source.name)
-        if any(drafts):
-            self.prices[source.name].add(max(map(len, drafts)), seconds)
+        if longest := max(len(draft.tokens) for draft in drafts):
+            self.prices[source.name].add(longest, seconds)
         return drafts
 
-    def _cut(self, draft: Sequence[int]) -> list[int]:
-        found = next((place for place, token in enumerate(draft) if token in self.forbidden), len(draft))
-        return list(draft[:found])
+    def _cut(self, draft: Draft, most: int) -> Draft:
+        tokens = draft.tokens[:most]
+        found = next((place for place, token in enumerate(tokens) if token in self.forbidden), len(tokens))
+        return Draft(tokens[:found], draft.probabilities[:found])
 
     def report(self, stats: Stats) -> None:
         """Add figures and notes to the statistics of the call."""

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ...core.transformers_api import cache_argument
+from ...decoding.accept import accept_greedy
 from ...errors import UnsupportedError
 from .drafting import Drafting
 from .reader import Reader
-from .rows import Chooser, Ending, Row
+from .rows import Chooser, Draft, Ending, Row
 
 
 @dataclass
@@ -54,9 +55,9 @@ class Decoder:
         wanted = config.return_dict_in_generate and (config.output_scores or config.output_logits)
         rows = [Row(ids, len(ids)) for ids in input_ids.tolist()]
         step = Step(reader, chooser, ending, rows, None if self.streamer is None else self.streamer.put, bool(wanted))
-        step.commit(reader.prefill()[:, None], [[] for _ in rows])
+        step.commit(reader.prefill()[:, None], [Draft()] * len(rows))
         if not all(row.ended for row in rows):
-            drafting.begin(rows, reader)
+            drafting.begin(rows, reader, chooser)
         while not all(row.ended for row in rows):
             drafts = drafting.draft(rows, ending.longest)
             begin = time.perf_counter()
@@ -64,6 +65,7 @@ class Decoder:
             accepted = step.commit(logits, drafts)
             drafting.note(rows, drafts, accepted, logits.shape[1], time.perf_counter() - begin)
         drafting.end(rows)
+        reader.close_gaps(max(len(row.tokens) for row in rows) - 1)
         if self.streamer is not None:
             self.streamer.end()
         if self.remember is not None:
@@ -82,40 +84,66 @@ class Step:
     put: Callable[[Tensor], None] | None
     record: bool
 
-    def read(self, drafts: Sequence[Sequence[int]]) -> Tensor:
+    def read(self, drafts: Sequence[Draft]) -> Tensor:
         """Logits ``[B, n, V]`` behind the pending tokens and the drafts of every row; what lies behind them is padding."""
         blocks = [
-            [*row.pending, *draft] if not row.ended else [0] for row, draft in zip(self.rows, drafts, strict=True)
+            [*row.pending, *draft.tokens] if not row.ended else [0]
+            for row, draft in zip(self.rows, drafts, strict=True)
         ]
         length = max(map(len, blocks))
         tokens = torch.tensor([[*block, *[block[-1]] * (length - len(block))] for block in blocks])
         return self.reader.read(tokens.to(self.reader.ids.device))
 
-    def commit(self, logits: Tensor, drafts: Sequence[Sequence[int]]) -> list[int]:
+    def commit(self, logits: Tensor, drafts: Sequence[Draft]) -> list[int]:
         """Commit the accepted tokens of every row and the one behind them, and forget the others; how many drafted tokens
         were accepted."""
         first = [max(0, len(row.pending) - 1) for row in self.rows]
-        accepted, going = [0] * len(self.rows), [number for number, row in enumerate(self.rows) if not row.ended]
-        likely = self.chooser.greedy(logits) if self.chooser.plain else None
+        before, begun = [len(row.tokens) for row in self.rows], [not row.ended for row in self.rows]
+        going = [number for number, row in enumerate(self.rows) if not row.ended]
+        accepted = (self._commit_greedy if self.chooser.plain else self._commit_chosen)(logits, drafts, first, going)
+        told = [len(row.tokens) - length for row, length in zip(self.rows, before, strict=True)]
+        self._forget([at + new if had else None for at, new, had in zip(first, told, begun, strict=True)])
+        return accepted
+
+    def _commit_greedy(
+        self, logits: Tensor, drafts: Sequence[Draft], first: Sequence[int], going: Sequence[int]
+    ) -> list[int]:
+        """Without processors the likeliest tokens of all places are known at once."""
+        accepted = [0] * len(self.rows)
+        width = max(len(drafts[number].tokens) for number in going)
+        padded = [[*drafts[number].tokens, *[-1] * (width - len(drafts[number].tokens))] for number in going]
+        places = torch.tensor([[first[number] + place for place in range(width + 1)] for number in going])
+        # places behind a shorter draft are not looked at
+        best = logits.argmax(-1)[going].gather(1, places.clamp(max=logits.shape[1] - 1).to(logits.device))
+        found = accept_greedy(best, torch.tensor(padded, dtype=torch.long, device=logits.device))
+        for number, tokens, right in zip(going, found.tokens.tolist(), found.accepted.tolist(), strict=True):
+            for place, token in enumerate(tokens[: right + 1]):
+                raw = logits[number, first[number] + place]
+                self._commit(self.rows[number], token, raw, raw)
+                accepted[number] += place < right
+                if self.rows[number].ended:
+                    break
+        return accepted
+
+    def _commit_chosen(
+        self, logits: Tensor, drafts: Sequence[Draft], first: Sequence[int], going: Sequence[int]
+    ) -> list[int]:
+        """Place by place: processors see the tokens that are committed before."""
+        accepted = [0] * len(self.rows)
         for place in range(logits.shape[1]):
             if not going:
                 break
             here = logits[going, [first[number] + place for number in going]]
-            if likely is None:
-                tokens, scores = self.chooser.choose(self.rows, going, here)
-            else:
-                tokens, scores = [likely[number][first[number] + place] for number in going], here
+            texts = [row.tokens for row in self.rows]
+            scores = self.chooser.scores(texts, going, here, self.chooser.processors)
+            tokens = self.chooser.choose(scores, [drafts[number] for number in going], place)
+            right = []
             for number, token, score, raw in zip(going, tokens, scores, here, strict=True):
                 self._commit(self.rows[number], token, score, raw)
-            right = [
-                number
-                for number, token in zip(going, tokens, strict=True)
-                if place < len(drafts[number]) and token == drafts[number][place]
-            ]
-            for number in right:
-                accepted[number] += 1
+                if place < len(drafts[number].tokens) and token == drafts[number].tokens[place]:
+                    accepted[number] += 1
+                    right.append(number)
             going = [number for number in right if not self.rows[number].ended]
-        self._forget(logits.shape[1], [at + 1 + count for at, count in zip(first, accepted, strict=True)])
         return accepted
 
     def _commit(self, row: Row, token: int, score: Tensor, logits: Tensor) -> None:
@@ -128,12 +156,14 @@ class Step:
         if self.put is not None:
             self.put(torch.tensor([token]))
 
-    def _forget(self, length: int, counts: Sequence[int]) -> None:
-        """Keep the first ``counts`` of the ``length`` tokens of every row that were read; a row that has ended needs none."""
+    def _forget(self, counts: Sequence[int | None]) -> None:
+        """Keep the first ``counts`` tokens of every row that were read; a row that ended before, or while others go on, needs
+        none of them."""
         if not self.reader.unkept:
             # the prompt was read
             return
-        counts = [length if row.ended else count for row, count in zip(self.rows, counts, strict=True)]
+        if not all(row.ended for row in self.rows):
+            counts = [None if row.ended else count for row, count in zip(self.rows, counts, strict=True)]
         for row, kept in zip(self.rows, self.reader.keep(counts), strict=True):
             row.pending = row.pending[kept:]
 

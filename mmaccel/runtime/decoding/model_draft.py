@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from .reader import Reader
-from .rows import Row, in_common
+from .rows import Chooser, Draft, Row, in_common
 
 
 class ModelDraft:
-    """Greedy drafts of a model that reads the prompt when it is asked first.
+    """Drafts of a model that reads the prompt when it is asked first: greedy, or drawn where answers are sampled.
 
     Its cache follows what is committed: tokens that it has drafted and that were accepted stay, others are forgotten. All rows
     go one token a step; a row that has more tokens to read than others reads them first, and drafts fewer.
@@ -25,11 +25,14 @@ class ModelDraft:
     model : the model that drafts; its module may be that of the model that verifies, whose state is put back after every step.
     given : arguments of ``generate`` that describe the prompt.
     options : further arguments of ``generate`` and of every forward.
+    longest : the most new tokens of the answer, if the caller limits them.
     """
 
-    def __init__(self, name: str, model: Any, given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, model: Any, given: Mapping[str, Any], options: Mapping[str, Any], longest: int | None = None
+    ) -> None:
         self.name, self.free, self.model = name, False, model
-        self.given, self.options = dict(given), dict(options)
+        self.given, self.options, self.longest = dict(given), dict(options), longest
         self.reader: Reader | None = None
         #: the modules that remember positions, and what those of this draft are; empty before it has read the prompt
         self.modules = [module for module in model.modules() if "rope_deltas" in vars(module)]
@@ -38,37 +41,46 @@ class ModelDraft:
         self.known: list[int] = []
         self.fed: list[list[int]] = []
 
-    def prepare(self, rows: Sequence[Row]) -> None:
+    def prepare(self, rows: Sequence[Row], chooser: Chooser) -> None:
         """See :class:`mmaccel.runtime.decoding.drafting.Source`."""
         with self._own_positions(), torch.no_grad():
             self.reader = self._read_prompt(len(rows))
+        self.chooser = chooser
         self.known, self.fed = [row.prompt for row in rows], [[] for _ in rows]
 
-    def draft(self, rows: Sequence[Row], most: Sequence[int]) -> list[list[int]]:
+    def draft(self, rows: Sequence[Row], most: Sequence[int]) -> list[Draft]:
         """See :class:`mmaccel.runtime.decoding.drafting.Source`."""
         with self._own_positions(), torch.no_grad():
             self._keep_what_was_right(rows)
             return self._draft(rows, most)
 
-    def _draft(self, rows: Sequence[Row], most: Sequence[int]) -> list[list[int]]:
+    def _draft(self, rows: Sequence[Row], most: Sequence[int]) -> list[Draft]:
         assert self.reader is not None
         reader, device = self.reader, self.reader.ids.device
         behind = [row.tokens[known:] for row, known in zip(rows, self.known, strict=True)]
         self.fed = [[] for _ in rows]
         drafts: list[list[int]] = [[] for _ in rows]
+        drawn_from: list[list[Tensor]] = [[] for _ in rows]
         live = [number for number, row in enumerate(rows) if not row.ended]
         first = min(len(behind[number]) for number in live)
         block = [(tokens if number in live else [0] * first)[:first] for number, tokens in enumerate(behind)]
         while True:
-            logits = reader.read(torch.tensor(block, device=device))
-            likely = logits[:, -1].argmax(-1).tolist()
+            logits = reader.read(torch.tensor(block, device=device))[:, -1]
             for number in range(len(rows)):
                 self.fed[number] += block[number]
-            for number in live:
-                if len(self.fed[number]) >= len(behind[number]) and len(drafts[number]) < most[number]:
-                    drafts[number].append(likely[number])
+            going = [
+                number
+                for number in live
+                if len(self.fed[number]) >= len(behind[number]) and len(drafts[number]) < most[number]
+            ]
+            if going:
+                texts = [row.tokens + draft for row, draft in zip(rows, drafts, strict=True)]
+                tokens, probabilities = self.chooser.propose(texts, going, logits[going])
+                for place, number in enumerate(going):
+                    drafts[number].append(tokens[place])
+                    drawn_from[number] += probabilities[place : place + 1]
             if all(len(drafts[number]) >= most[number] for number in live):
-                return drafts
+                return [Draft(*pair) for pair in zip(drafts, drawn_from, strict=True)]
             block = [[self._next(number, behind, drafts)] for number in range(len(rows))]
 
     def _next(self, number: int, behind: list[list[int]], drafts: list[list[int]]) -> int:
@@ -82,10 +94,11 @@ class ModelDraft:
     def _keep_what_was_right(self, rows: Sequence[Row]) -> None:
         """Forget what was read and then turned out otherwise."""
         assert self.reader is not None
-        counts = []
-        for row, known, fed in zip(rows, self.known, self.fed, strict=True):
-            # the newest token has still to be read: its logits are what the next draft begins with
-            counts.append(len(fed) if row.ended else in_common(fed, row.tokens[known:-1]))
+        # the newest token has still to be read: its logits are what the next draft begins with
+        counts = [
+            None if row.ended else in_common(fed, row.tokens[known:-1])
+            for row, known, fed in zip(rows, self.known, self.fed, strict=True)
+        ]
         kept = self.reader.keep(counts)
         self.known = [known + count for known, count in zip(self.known, kept, strict=True)]
 
@@ -102,10 +115,12 @@ class ModelDraft:
 
         device = self.model.device
         given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.given.items()}
-        self.model.generate(**given, **self.options, do_sample=False, num_beams=1, custom_generate=read)
+        answers = batch // len(ids) if isinstance(ids := given.get("input_ids"), Tensor) else 1
+        # only the prompt is read; without sampling generate takes no more than one answer to it
+        how = {"do_sample": answers > 1, "num_return_sequences": answers, "num_beams": 1}
+        how |= {} if self.longest is None else {"max_new_tokens": self.longest}
+        self.model.generate(**given, **self.options, **how, custom_generate=read)
         (reader,) = made
-        if len(reader.ids) != batch:
-            raise UnsupportedError("a model drafts for one answer to every prompt; leave out num_return_sequences")
         if not reader.can_forget:
             raise UnsupportedError("its layers carry a recurrent state, which cannot forget rejected tokens")
         return reader

@@ -35,6 +35,8 @@ class Reader:
         self.output: Any = None
         self.unkept = 0
         self.ragged = False
+        #: ``[B, L]`` bool, slots of the cache behind the prompt that hold rejected tokens of a row
+        self.gaps: Tensor | None = None
         if (cache := cache_in(self.arguments)) is not None:
             cache.activate_past_recording()
 
@@ -73,17 +75,32 @@ class Reader:
         logits: Tensor = self.output.logits[:, -length:].float()
         return logits
 
-    def keep(self, counts: Sequence[int]) -> list[int]:
-        """Forget all but the first ``counts`` tokens of every row that were read since the last call; how many stay."""
-        most = max(counts) if self.ragged else min(counts)
+    def keep(self, counts: Sequence[int | None]) -> list[int]:
+        """Forget all but the first ``counts`` tokens of every row that were read since the last call, any number (None) where a
+        row needs none of them; how many stay."""
+        wanted = [count for count in counts if count is not None] or [0]
+        most = max(wanted) if self.ragged else min(wanted)
         if dropped := self.unkept - most:
             self.ids = self.ids[:, :-dropped]
         self._forget(dropped)
-        kept = list(counts) if self.ragged else [most] * len(counts)
-        if min(kept) < most:
+        kept = [most if count is None or not self.ragged else count for count in counts]
+        if self.ragged:
             self._mask(most, torch.tensor(kept, device=self.ids.device))
         self.unkept = 0
         return kept
+
+    def close_gaps(self, length: int) -> None:
+        """Leave the cache as plain decoding does, with ``length`` tokens: those of every row in their order. Called at the end;
+        what lies behind the end of a row does not matter."""
+        if self.gaps is None or not bool(self.gaps.any()):
+            return
+        order = self.gaps.long().argsort(dim=1, stable=True)
+        before = self.cache.get_seq_length() - order.shape[1]
+        for layer in self.cache.layers:
+            for name in ("keys", "values"):
+                x = getattr(layer, name)
+                at = order[:, None, :, None].to(x.device).expand(-1, x.shape[1], -1, x.shape[3])
+                setattr(layer, name, torch.cat([x[:, :, :before], x[:, :, before:].gather(2, at)], 2)[:, :, :length])
 
     def _longer(self, count: int) -> dict[str, Any]:
         """The arguments for ``count`` further tokens."""
@@ -103,6 +120,9 @@ class Reader:
     def _mask(self, most: int, kept: Tensor) -> None:
         """Mask the slots behind the first ``kept`` of the last ``most`` in every row; positions go on behind the kept ones."""
         gone = torch.arange(most, device=kept.device) >= kept[:, None]
+        self.gaps = gone if self.gaps is None else torch.cat([self.gaps, gone], 1)
+        if not bool(gone.any()):
+            return
         mask = self.arguments.get("attention_mask")
         if mask is None:
             mask = torch.ones(len(kept), self.cache.get_seq_length(), dtype=torch.long, device=kept.device)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ...decoding.accept import accept_sampled, random_numbers
 
 
 def in_common(first: Sequence[int], second: Sequence[int]) -> int:
@@ -16,44 +18,78 @@ def in_common(first: Sequence[int], second: Sequence[int]) -> int:
     return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
-class Chooser:
-    """Chooses tokens from logits as ``generate`` does: greedily or by drawing, behind the same logits processors.
+class Draft(NamedTuple):
+    """Tokens that may follow a row, and of drawn ones the distributions ``[V]`` float32 that they were drawn from; none for
+    tokens that were chosen."""
 
-    A drawn token that equals the drafted one accepts it. This is the exact rule for drafts that have one candidate: it is
-    accepted with the probability that the model gives it, and otherwise another token is drawn from the rest
-    (Leviathan et al., 2211.17192).
-    """
+    tokens: Sequence[int] = ()
+    probabilities: Sequence[Tensor] = ()
+
+
+class Chooser:
+    """Chooses tokens from logits as ``generate`` does: greedily or by drawing, behind the same logits processors."""
 
     def __init__(self, processors: Any, config: Any) -> None:
+        from transformers import LogitsProcessorList
+        from transformers.generation import logits_process
+
         self.processors, self.sample = processors, bool(config.do_sample)
         self.plain = not self.sample and not len(processors)
+        known = tuple(getattr(logits_process, name) for name in _STATELESS)
+        #: those that a draft may be shown to, which may turn out otherwise
+        self.drafting = LogitsProcessorList(one for one in processors if type(one) in known)
 
-    def greedy(self, logits: Tensor) -> list[list[int]]:
-        """The likeliest tokens of ``[B, n, V]``, for rows without processors."""
-        chosen: list[list[int]] = logits.argmax(-1).tolist()
-        return chosen
-
-    def choose(self, rows: Sequence[Row], going: Sequence[int], logits: Tensor) -> tuple[list[int], Tensor]:
-        """The next tokens of the rows ``going`` by their ``logits [len(going), V]``, and the logits they were chosen from.
+    def scores(self, texts: Sequence[Sequence[int]], going: Sequence[int], logits: Tensor, processors: Any) -> Tensor:
+        """Logits of the rows ``going`` behind ``texts`` (of all rows): ``logits [len(going), V]`` as ``processors`` leave them.
 
         Processors may know how the prompt of every row is padded, so that each is shown all rows; but rows of a batch have
         different lengths here: those of one length are shown at a time, and copies of one of them in place of the others.
         """
-        tokens, scores = [0] * len(going), torch.empty_like(logits)
+        scores = torch.empty_like(logits)
         lengths: dict[int, list[int]] = {}
         for place, number in enumerate(going):
-            lengths.setdefault(len(rows[number].tokens), []).append(place)
+            lengths.setdefault(len(texts[number]), []).append(place)
         for places in lengths.values():
-            shown = [places[0]] * len(rows)
+            shown = [places[0]] * len(texts)
             for place in places:
                 shown[going[place]] = place
-            ids = torch.tensor([rows[going[place]].tokens for place in shown], device=logits.device)
-            mine = self.processors(ids, logits[shown])[[going[place] for place in places]]
-            chosen = torch.multinomial(mine.softmax(-1), 1)[:, 0] if self.sample else mine.argmax(-1)
-            scores[places] = mine
-            for place, token in zip(places, chosen.tolist(), strict=True):
-                tokens[place] = token
-        return tokens, scores
+            ids = torch.tensor([texts[going[place]] for place in shown], device=logits.device)
+            scores[places] = processors(ids, logits[shown])[[going[place] for place in places]]
+        return scores
+
+    def propose(self, texts: Sequence[Sequence[int]], going: Sequence[int], logits: Tensor) -> Draft:
+        """A drafted token of every row ``going``: the likeliest one, or where answers are sampled one that is drawn."""
+        scores = self.scores(texts, going, logits, self.drafting) if len(self.drafting) else logits
+        if not self.sample:
+            return Draft(scores.argmax(-1).tolist())
+        probabilities = scores.softmax(-1)
+        return Draft(torch.multinomial(probabilities, 1)[:, 0].tolist(), list(probabilities))
+
+    def choose(self, scores: Tensor, drafts: Sequence[Draft], place: int) -> list[int]:
+        """The next tokens by ``scores [R, V]``, of rows whose tokens before ``place`` of their ``drafts`` were accepted: the
+        drafted one where it is accepted."""
+        if not self.sample:
+            best: list[int] = scores.argmax(-1).tolist()
+            return best
+        drafted = torch.tensor([draft.tokens[place] if place < len(draft.tokens) else -1 for draft in drafts])
+        drafted = drafted.to(scores.device)[:, None]
+        q = torch.zeros_like(scores).scatter_(1, drafted.clamp(min=0), 1.0)
+        for row, draft in enumerate(drafts):
+            if place < len(draft.probabilities):
+                q[row] = draft.probabilities[place].to(q)
+        # what follows an accepted token is chosen at the next place
+        target = scores.softmax(-1)[:, None].expand(-1, 2, -1)
+        numbers = random_numbers(drafted, scores.shape[1])
+        chosen: list[int] = accept_sampled(target, drafted, *numbers, q[:, None]).tokens[:, 0].tolist()
+        return chosen
+
+
+#: processors that depend on tokens and scores alone
+_STATELESS = (
+    *("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper"),
+    *("EpsilonLogitsWarper", "EtaLogitsWarper", "RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor"),
+    *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "SuppressTokensLogitsProcessor"),
+)
 
 
 class Ending:
