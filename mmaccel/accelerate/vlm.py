@@ -76,7 +76,6 @@ class Accelerator(Handle):
         super().__init__(model)
         self.processor, self.fallback = processor, fallback
         self.drafts = drafts or Drafts(False, None, False)
-        self.drafts.check(recipe, processor)
         self.plan = plan_model(recipe, family_of(model, processor), processor, kernels)
         self.plan.check_generation(model.generation_config)
         self._last: Call[ModelPlan] | None = None
@@ -509,6 +508,7 @@ def accelerate_vlm(
     target = _model(model)
     warn_of_another(target, chosen)
     drafts, net = Drafts(lossless, draft, lookup), Fallback.of(fallback, chosen)
+    drafts.check(chosen, processor)
     if net is not None and drafts:
         net.refuse_drafts(lossless)
     exchange(Accelerator.on(target), lambda: Accelerator(target, chosen, processor, kernels, drafts, net))
