@@ -22,6 +22,7 @@ from .families.load import load
 from .media.prepare import prepare
 from .method.base import Method
 from .method.registry import get_method, methods, register
+from .programs.cache_file import load_cache, save_cache
 from .programs.streaming import VideoSession
 from .programs.tune.tuning import tune
 from .programs.video_qa.qa import answer_videos
@@ -162,9 +163,11 @@ __all__ = [
     "handle",
     "is_accelerated",
     "load",
+    "load_cache",
     "methods",
     "prepare",
     "recipes",
     "register",
+    "save_cache",
     "tune",
 ]

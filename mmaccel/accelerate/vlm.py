@@ -41,6 +41,7 @@ from .drafting import Drafts, draft_of_call
 from .fallback import Fallback, FallbackLike, share_towers, with_fallback
 from .handle import Handle, check_model, exchange, restored
 from .positions import has_axes, too_long
+from .shared_cache import share_cache
 from .tuned import warn_of_another
 
 M = TypeVar("M", bound=nn.Module)
@@ -194,6 +195,7 @@ class Accelerator(Handle):
         def generate(*args: Any, mmaccel: bool | Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
             if not self.attached:  # a shallow copy of the model kept this method when the handle was removed
                 return original(*args, **kwargs)
+            (args, kwargs), with_ids = share_cache(self.plan, args, kwargs, mmaccel)
             config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
             configs = _Given(kwargs), config, self._model.generation_config
             self._drop_stale(None)
@@ -223,7 +225,7 @@ class Accelerator(Handle):
                 call.trim()
                 if drafted:
                     decoder.drafting.report(call.stats)
-                return output
+                return with_ids(output)
             finally:
                 pop(call)
                 self._finish(call)

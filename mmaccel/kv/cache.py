@@ -114,6 +114,21 @@ class CacheState:
 
         return restore
 
+    def shared_by(self, rows: Tensor) -> CacheState:
+        """A state whose rows continue the ``rows [n]`` long of this one, which may come several times, and which stays as it
+        is. What they store is stored once, see :meth:`.packed.QuantisedLayer.share`."""
+        self.unpin()
+        recurrent = [number for number, layer in enumerate(self.every) if isinstance(layer, RecurrentLayer)]
+        state = CacheState(len(self.every), recurrent)
+        state.shared.__dict__.update(vars(self.shared.copy()))
+        for layer, mine in zip(state.layers, self.layers, strict=True):
+            layer.__dict__.update(vars(mine), shared=state.shared, schedule=replace(mine.schedule))
+            layer.share(rows)
+        for states, before in zip(state.recurrent, self.recurrent, strict=True):
+            states.take(before.copy())
+            states.batch_select_indices(rows)
+        return state
+
     def rebase(self) -> None:
         """Forget places that no layer stores any more and count the others anew, so that nothing grows with what was seen.
 
@@ -135,6 +150,19 @@ class CacheState:
 def state_of(cache: Any) -> CacheState | None:
     """The state of an adopted cache, or None."""
     return getattr(cache, "mmaccel", None)
+
+
+def cache_with(state: CacheState) -> Cache:
+    """A dynamic cache with the layers of ``state``."""
+    cache = DynamicCache()
+    return _adopted(cache, state)
+
+
+def _adopted(cache: Cache, state: CacheState) -> Cache:
+    cache.layers = list(state.every)
+    cache.layer_class_to_replicate = None
+    cache.__dict__["mmaccel"] = state
+    return cache
 
 
 def static_view_of(kwargs: Mapping[str, Any]) -> StaticView | None:
@@ -226,7 +254,5 @@ def adopt(cache: Cache, layers: int, valid: Tensor | None, recurrent: Collection
         new.keys, new.values = in_attention_dtype(old.keys, old.values)
         new.dtype, new.device, new.bare_bytes = old.keys.dtype, old.device, bare_token_bytes(old.keys, old.values)
         new.is_initialized, new.seen, new.index = True, stored, first
-    cache.layers = list(state.every)
-    cache.layer_class_to_replicate = None
-    cache.__dict__["mmaccel"] = state
+    _adopted(cache, state)
     return state

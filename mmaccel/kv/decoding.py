@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from mmaccel_kernels.decode import MAX_QUERIES, Flat, decode_attention, reads_heads
+from mmaccel_kernels.decode import MAX_QUERIES, Flat, decode_attention, decode_attention_definition, reads_heads
 from mmaccel_kernels.launch import works
 from torch import Tensor
 
 from .forward_info import ForwardInfo
+from .shared_prefix import SharedPrefix
 
 if TYPE_CHECKING:
     from mmaccel_kernels.pages import Pages
@@ -22,6 +23,7 @@ class Stored(Protocol):
     """Protocol of a layer before it is read."""
 
     ragged: Ragged | None
+    prefix: SharedPrefix | None
     packed: PackedKeys
 
 
@@ -51,12 +53,16 @@ def on_gpu(x: Tensor) -> bool:
 
 
 def reads_as_stored(layer: Stored, incoming: ForwardInfo, new: Tensor) -> bool:
-    """Whether a layer is read as stored in this forward: nothing but attention looks at its keys, of which some are ragged or
-    packed, and there are few new tokens on a GPU, or one on a CPU and nothing is packed.
+    """Whether a layer is read as stored in this forward: nothing but attention looks at its keys, and rows share some of them;
+    or some are ragged or packed, and there are few new tokens on a GPU, or one on a CPU and nothing is packed.
 
     new : ``[B, heads, q, D]``, queries or keys of the new tokens.
     """
-    if not incoming.as_stored or incoming.reads or (layer.ragged is None and not layer.packed.any_pages):
+    if not incoming.as_stored or incoming.reads:
+        return False
+    if layer.prefix is not None:
+        return True
+    if layer.ragged is None and not layer.packed.any_pages:
         return False
     if on_gpu(new):
         return new.shape[2] <= MAX_QUERIES
@@ -99,6 +105,34 @@ def attend(
     held = layer.keys, layer.values
     read = decode_attention(query, *held, scaling=scaling, flat=flat, pages=last, visible=visible, tail=tail)
     return combine_partials([*parts, read]).transpose(1, 2)
+
+
+def attend_behind(
+    prefix: SharedPrefix,
+    keys: Tensor,
+    values: Tensor,
+    query: Tensor,
+    visible: Tensor | None,
+    scaling: float,
+    windowed: bool = False,
+) -> Tensor:
+    """Attention of ``query [B, Hq, q, D]`` over a shared prefix, and each row's own ``keys`` and ``values [B, Hkv, T, D]``
+    behind it, those of the queries included.
+
+    visible : ``[B, 1 or Hkv, q, P + T]`` bool; None if a query sees all up to its own key.
+    windowed : whether some keys of the prefix may be out of reach of a sliding window.
+
+    Returns ``[B, q, Hq, D]``.
+    """
+    shared = own = None
+    if visible is not None:
+        shared, own = visible[..., : prefix.width], visible[..., prefix.width :]
+    read = decode_attention if query.shape[2] <= MAX_QUERIES else decode_attention_definition
+    parts = [
+        prefix.attend(query, None if prefix.full and not windowed else shared, scaling),
+        read(query, keys, values, scaling=scaling, visible=own),
+    ]
+    return combine_partials(parts).transpose(1, 2)
 
 
 def combine_partials(parts: list[tuple[Tensor, Tensor]]) -> Tensor:

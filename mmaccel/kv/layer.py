@@ -20,6 +20,7 @@ from .packed_keys import PackedKeys
 from .ragged import Ragged
 from .schedule_state import ScheduleState
 from .shared import Shared
+from .shared_prefix import SharedPrefix
 
 
 def bare_bytes(keys: Tensor, values: Tensor) -> int:
@@ -87,6 +88,7 @@ class CompressedLayer(DynamicLayer):
     Keys and values have one dtype, see :func:`mmaccel.core.precision.in_attention_dtype`.
 
     window : places back that the attention of the layer reaches, as of the last forward; None for all.
+    prefix : keys before these that rows have in common, see :meth:`.packed.QuantisedLayer.share`; nothing is ragged then.
     bare_bytes : what the bare model's cache would hold of one token in one head.
     """
 
@@ -100,6 +102,7 @@ class CompressedLayer(DynamicLayer):
         self.bare_bytes = 0
         self.window: int | None = None
         self.ragged: Ragged | None = None
+        self.prefix: SharedPrefix | None = None
         self.packed = PackedKeys()
         self.schedule = ScheduleState()
 
@@ -137,7 +140,8 @@ class CompressedLayer(DynamicLayer):
         packed = self.packed.places
         if packed is None:
             return None
-        return packed + self.keys.shape[:3].numel() + (0 if self.ragged is None else len(self.ragged.keys))
+        prefix = 0 if self.prefix is None else self.prefix.places
+        return prefix + packed + self.keys.shape[:3].numel() + (0 if self.ragged is None else len(self.ragged.keys))
 
     @property
     def gapless(self) -> bool:
@@ -163,8 +167,8 @@ class CompressedLayer(DynamicLayer):
             dtype = torch.promote_types(self.keys.dtype, key_states.dtype)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
             self.keys, self.values = self.keys.to(dtype), self.values.to(dtype)
-            if self.ragged is not None:
-                self.ragged = self.ragged.to(dtype)
+            self.ragged = self.ragged and self.ragged.to(dtype)
+            self.prefix = self.prefix and self.prefix.to(dtype)
         self.keys = append(self.keys, key_states, -2, expected_new_tokens)
         self.values = append(self.values, value_states, -2, expected_new_tokens)
         if incoming is None:
@@ -189,9 +193,9 @@ class CompressedLayer(DynamicLayer):
 
     def stored(self) -> tuple[Tensor, Tensor]:
         """All keys and values as ``[B, Hkv, K, D]``; heads that store fewer are padded (see ``index``)."""
-        if self.ragged is None:
+        if (before := self.prefix or self.ragged) is None:
             return self.keys, self.values
-        old_keys, old_values = self.ragged.padded()
+        old_keys, old_values = before.padded()
         return torch.cat([old_keys, self.keys], dim=2), torch.cat([old_values, self.values], dim=2)
 
     def evict(self, kept: Tensor, merged: tuple[Tensor, Tensor] | None = None, lengths: Tensor | None = None) -> None:
@@ -215,6 +219,7 @@ class CompressedLayer(DynamicLayer):
         self.index = KeyIndex(index, padded, self.seen, lengths)
         self.schedule.received = left.received
         keys, values = left.flat[:2]
+        self.prefix = None
         if not padded:
             self.ragged = None
             self.keys, self.values = (x.view(rows, heads, width, x.shape[-1]) for x in (keys, values))
@@ -246,8 +251,8 @@ class CompressedLayer(DynamicLayer):
         """Every tensor this layer holds."""
         if self.is_initialized:
             yield from (self.keys, self.values)
-        if self.ragged is not None:
-            yield from self.ragged.tensors()
+        if (before := self.prefix or self.ragged) is not None:
+            yield from before.tensors()
         if not self.empty:
             yield from self.index.tensors()
         yield from self.schedule.tensors()
@@ -274,8 +279,12 @@ class CompressedLayer(DynamicLayer):
             self.index.upto = self.seen
             return
         slots = self.index.crop(self.seen)
-        received = self.schedule.figures(self.keys.shape[2])
+        received = self.schedule.figures(len(slots))
         self.schedule.received = None if received is None else received[..., slots]
+        if self.prefix is not None and bool(slots[: self.prefix.width].all()):
+            slots = slots[self.prefix.width :]
+        elif self.prefix is not None:
+            (self.keys, self.values), self.prefix = self.stored(), None
         self.keys, self.values = self.keys[:, :, slots], self.values[:, :, slots]
 
     def _select(self, rows: Tensor) -> None:
@@ -290,6 +299,7 @@ class CompressedLayer(DynamicLayer):
             self.values = self.values.new_empty(len(rows), *self.values.shape[1:])
         if self.ragged is not None:
             self.ragged = self.ragged.select(rows.to(self.ragged.keys.device))
+        self.prefix = self.prefix and self.prefix.select(rows)
         self.schedule.select(rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -314,6 +324,6 @@ class CompressedLayer(DynamicLayer):
         # 5.17 keeps them, filled with zeros
         self.keys, self.values, self.is_initialized = None, None, False
         super().reset()
-        self.seen, self.ragged, self.packed, self.schedule = 0, None, PackedKeys(), ScheduleState()
+        self.seen, self.ragged, self.prefix, self.packed, self.schedule = 0, None, None, PackedKeys(), ScheduleState()
         self.shared.indices[self.number] = None
         self.shared.reset()

@@ -15,6 +15,7 @@ from .codecs import Eligible, TokenGroup
 from .index import KeyIndex, on_host, to_device
 from .layer import CompressedLayer
 from .packed_keys import Held, PackedGroup, PackedKeys
+from .shared_prefix import SharedPrefix
 
 
 class QuantisedLayer(CompressedLayer):
@@ -184,6 +185,19 @@ class QuantisedLayer(CompressedLayer):
     def _select(self, rows: Tensor) -> None:
         super()._select(rows)
         self.packed = self.packed.select(rows)
+
+    def share(self, rows: Tensor) -> None:
+        """Select ``rows [n]`` long, of which each may come several times; what they store stays stored once, in front of what
+        each of them adds. Packed keys are copied for every row."""
+        if not self.is_initialized or not self.packed.untouched or self.prefix is not None:
+            self._select(rows)
+            return
+        full = not self.index.padded
+        if self.number == 0:
+            self.shared.select(rows)
+        self.prefix, self.ragged = SharedPrefix(self.keys, self.values, self.ragged, rows.cpu(), full), None
+        self.keys, self.values = (x.new_empty(len(rows), x.shape[1], 0, x.shape[3]) for x in (self.keys, self.values))
+        self.schedule.select(rows)
 
     def packed_once(self) -> Tensor:
         """``[B, 1 or Hkv, K]`` bool: which slots hold what is packed, or was once."""

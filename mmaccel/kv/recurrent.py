@@ -1,8 +1,9 @@
 """The layers of a cache that keep a recurrent state where others keep keys and values: nothing can be dropped from them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,15 +48,16 @@ class RecurrentLayer(LinearAttentionLayer):
 
     def snapshot(self) -> Callable[[], None]:
         """Remember the states; the function that comes back restores them, as often as it is called. They change in place."""
+        held = self.copy()
+        return lambda: self.take(held.copy())
 
-        def copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
-            copy = {name: dict(x) if isinstance(x, dict) else x for name, x in attributes.items()}
-            for name in _STATES:
-                copy[name] = {key: None if x is None else x.clone() for key, x in copy[name].items()}
-            return copy
-
-        held = copied(dict(vars(self)))
-        return lambda: self.__dict__.update(copied(held))
+    def copy(self) -> RecurrentLayer:
+        """A copy to change independently."""
+        copy = RecurrentLayer(self.number_of_states)
+        copy.__dict__.update({name: dict(x) if isinstance(x, dict) else x for name, x in vars(self).items()})
+        for name in _STATES:
+            setattr(copy, name, {key: None if x is None else x.clone() for key, x in getattr(self, name).items()})
+        return copy
 
     def _select(self, rows: Tensor) -> None:
         for name in _STATES:

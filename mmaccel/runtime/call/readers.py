@@ -21,7 +21,7 @@ from mmaccel_kernels.chosen import ChosenKeys, chosen_attention
 from torch import Tensor, nn
 
 from ...core.precision import in_attention_dtype, without_autocast
-from ...kv.decoding import attend, reads_as_stored
+from ...kv.decoding import attend, attend_behind, reads_as_stored
 from ...kv.packed import QuantisedLayer
 from .attention_patch import BACKENDS, base_function
 from .call import Call
@@ -112,6 +112,7 @@ def read_stored(call: Call[Any], number: int, given: Attention) -> Output:
     keys                                   read by
     =====================================  ====================================================================
     the run needed the whole attention     the run itself, in the pass in which it observes
+    shared by rows                         :func:`mmaccel.kv.decoding.attend_behind`, once a batch
     ragged or packed, few new tokens, GPU  :func:`mmaccel.kv.decoding.attend`, as they are stored
     ragged, one new token, CPU             the same
     chosen                                 :func:`mmaccel_kernels.chosen.chosen_attention`
@@ -129,6 +130,10 @@ def read_stored(call: Call[Any], number: int, given: Attention) -> Output:
     chosen = keys.chosen
     if keys.output is not None:
         output: Output = keys.output, None
+    elif layer is not None and seen.as_stored and layer.prefix is not None and chosen is None:
+        windowed = layer.index.windowed(given.window)
+        held, query = (layer.prefix, layer.keys, layer.values), given.query.to(layer.keys.dtype)
+        output = attend_behind(*held, query, seen.visible, seen.scaling, windowed), None
     elif layer is not None and seen.as_stored and (chosen is None or keys.pages is not None):
         output = attend(layer, given.query.to(layer.keys.dtype), seen.visible, seen.scaling, pages=keys.pages), None
     else:
