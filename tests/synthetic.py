@@ -184,7 +184,10 @@ def tokens_of(
         signals[tap.kind] = signal.masked_fill(hidden, torch.nan)
     if isinstance(method, (LayerMethod, PreviewMethod)):
         names = method.observe(attention_of(1, 9)).keys()
+        names = [*names, *(("rotary_cos", "rotary_sin") if getattr(method, "needs_rotary", False) else ())]
         signals |= {name: figures[..., i].masked_fill(~valid, torch.nan) for i, name in enumerate(names)}
+    if getattr(method, "compares_with", None) is not None:
+        signals["before"] = features.float()[:, None] / 2
     if isinstance(method, ChunkMethod):
         names = method.observe(attention_of(1, 9), torch.arange(9)[None], 0).keys()
         signals |= {name: figures[..., i].masked_fill(~valid, torch.nan) for i, name in enumerate(names)}

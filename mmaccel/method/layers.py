@@ -13,6 +13,7 @@ from mmaccel_kernels.importance import Importance
 from torch import Tensor
 
 from ..core.budget import layer_at
+from ..core.layout import Unit
 from ..errors import MmaccelError, UnsupportedError
 from .base import Method, ModelFacts
 from .tokens import TokenMethod
@@ -77,6 +78,7 @@ class LayerAttention(Layerwise):
     places : ``[B, q]`` long, the places of the queries, -1 for padding; None where no policy of a cache observes.
     age : ``[B, q]`` long, how many tokens of the answer came before each query; None for a prompt, and unless the policy
         ``needs_age``.
+    value : ``[B, Hkv, K, Dv]``, the values of the keys; only between layers of the language model.
     """
 
     query: Tensor
@@ -89,6 +91,7 @@ class LayerAttention(Layerwise):
     shared_pass: SharedPass | None = None
     places: Tensor | None = None
     age: Tensor | None = None
+    value: Tensor | None = None
 
     @property
     def _tokens(self) -> Hashable:
@@ -133,13 +136,18 @@ class LayerMethod(TokenMethod):
     """
 
     site = "layers"
-    unit = "picture"
+    unit: ClassVar[Unit] = "picture"
     #: every token leaves for all heads at once
     mixes_heads = True
     #: the first layer at whose input it can work: 1, or 0 if it can do without the attention of a layer before
     lowest: ClassVar[int] = 1
     #: whether :meth:`observe` is shown the attention that layer ``layer`` is about to pay, not that of the layer before
     looks_ahead: ClassVar[bool] = False
+    #: whether queries and keys that it looks ahead at are shown with RoPE
+    rotated: ClassVar[bool] = True
+    #: whether :attr:`TokenBatch.signals` hold ``rotary_cos`` and ``rotary_sin [N, n]``, the cosines and sines by which RoPE
+    #: turns each token against the first of the prompt, mean over dimensions and axes
+    needs_rotary: ClassVar[bool] = False
     layer: float
 
     def __post_init__(self) -> None:
@@ -150,6 +158,12 @@ class LayerMethod(TokenMethod):
                 f"{self.name} cannot work at layer={self.layer}; give a layer of {first} or more, or a share of the depth "
                 "between 0 and 1."
             )
+
+    @property
+    def compares_with(self) -> int | None:
+        """The earlier layer whose input reaches :meth:`reduce` as signal ``before [N, 1, n, D]``, float32; None if it is not
+        wanted."""
+        return None
 
     def layers(self) -> range:
         """The layers at whose input a fitted method works."""

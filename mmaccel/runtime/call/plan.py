@@ -128,7 +128,9 @@ class ModelPlan(Plan):
     def first_inside(self) -> int:
         """The first layer of the language model at whose input something may happen; its depth, if at none."""
         above = () if self.chunks is None else (int(self.chunks.method.layer) + 1,)
-        return min([*self.stage_at_layer, *above], default=self.family.depth)
+        looked_at = [stage.method.compares_with for stage in self.stage_at_layer.values()]
+        inputs = [layer for layer in looked_at if layer is not None]
+        return min([*self.stage_at_layer, *inputs, *above], default=self.family.depth)
 
     @property
     def caution(self) -> str | None:

@@ -65,9 +65,18 @@ class LayerTokens(Run):
         self.keep_dropped = keep_dropped
         #: figures per key that the method at the next layer made of the attention before it, ``[B, q]``
         self._looked: dict[str, Tensor] = {}
+        #: by number of a stage, the input of the layer that its method compares with, and the slots of its places
+        self._earlier: dict[int, tuple[Tensor, Tensor]] = {}
 
     def before_layer(self, number: int, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         """Drop or merge tokens at the input of a layer."""
+        hidden = self._reduced(number, hidden, arguments)
+        for stage in self.prompt.plan.stage_at_layer.values():
+            if stage.method.compares_with == number:
+                self._earlier[stage.number] = hidden, self.prompt.slots(self.prompt.chosen)
+        return hidden
+
+    def _reduced(self, number: int, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         prompt, stage = self.prompt, self.prompt.plan.stage_at_layer.get(number)
         if stage is None or self.reducer.is_done(stage):
             return hidden
@@ -75,6 +84,9 @@ class LayerTokens(Run):
             if stage.method.looks_ahead:
                 layer: nn.Module = list(prompt.plan.family.text.layers)[number]
                 given = prompt.layer_arguments(number, arguments)
+                if not stage.method.rotated:
+                    cos, sin = given["position_embeddings"]
+                    given = {**given, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
                 attention = lookahead.own_attention(self.call, prompt, number, layer, hidden, given)
                 with without_autocast(hidden.device):
                     self._looked = figures_of(stage.method, attention)
@@ -94,7 +106,9 @@ class LayerTokens(Run):
                 at = chosen.clamp(min=0).to(device, non_blocking=True)
                 prepared = {name: figures.to(device).gather(1, at) for name, figures in known.items()}
             on_device = text.to(device, non_blocking=True)
-            attention = LayerAttention(layer.query, layer.key, layer.visible, layer.scaling, on_device, text, prepared)
+            attention = LayerAttention(
+                layer.query, layer.key, layer.visible, layer.scaling, on_device, text, prepared, value=layer.value
+            )
             seen = figures_of(stage.method, attention)
         self._looked = {name: figures[:, -layer.query.shape[2] :] for name, figures in seen.items()}
 
@@ -116,8 +130,13 @@ class LayerTokens(Run):
         """Run the method at layer ``number``: the tokens it drops are gone from here on."""
         prompt = self.prompt
         slots = prompt.slots(prompt.chosen)
-        reduction = self.reducer.reduce(stage, hidden, slots, self._looked, number)
         previous = {**arguments, **prompt.arguments[-1].replaced}
+        looked = self._looked
+        if stage.method.needs_rotary:
+            cos, sin = prompt.layer_arguments(number, arguments)["position_embeddings"]
+            looked = looked | _turns(cos, sin, hidden, (prompt.chosen >= 0).long().argmax(1))
+        earlier = self._earlier.pop(stage.number, None)
+        reduction = self.reducer.reduce(stage, hidden, slots, looked, number, earlier)
         if keep := self.keep_dropped.get(stage.number):
             keep(number, reduction, hidden, slots, previous)
         if reduction.is_identity:
@@ -143,3 +162,14 @@ class LayerTokens(Run):
             return rows_at(hidden, at)
         # merged at the places of the prompt; values at dropped places are not read
         return rows_at(reduction.substitute(rows_at(hidden, slots)), places)
+
+
+def _turns(cos: Tensor, sin: Tensor, hidden: Tensor, first: Tensor) -> dict[str, Tensor]:
+    """The mean cosine and sine, ``[B, q]`` float32, by which RoPE turns each token of ``hidden [B, q, D]`` against the
+    ``first [B]`` one that is no padding, from ``cos`` and ``sin [axes, B or 1, q, d]`` or without axes."""
+    cos, sin = (x.float().expand(*x.shape[:-3], *hidden.shape[:2], -1).to(hidden.device) for x in (cos, sin))
+    (at,) = to_device_packed(hidden.device, first)
+    row = torch.arange(len(hidden), device=hidden.device)
+    cos_, sin_ = (x[..., row, at, :].unsqueeze(-2) for x in (cos, sin))
+    turns = {"rotary_cos": cos * cos_ + sin * sin_, "rotary_sin": sin * cos_ - cos * sin_}
+    return {name: x.mean(-1) if x.dim() == 3 else x.mean((0, -1)) for name, x in turns.items()}

@@ -43,6 +43,7 @@ class TokenReducer:
         slots: Tensor | None,
         looked: Mapping[str, Tensor] | None = None,
         layer: int = 0,
+        earlier: tuple[Tensor, Tensor] | None = None,
     ) -> Reduction:
         """Run one method on the tokens that are left of the prompt, and note the result; returns its reduction in place
         coordinates ``[B, S]``.
@@ -50,6 +51,8 @@ class TokenReducer:
         hidden : ``[B, q, D]``, the input of ``layer`` of the language model.
         slots : ``[B, S]`` long on the CPU, the slot of each place in ``hidden``; None where ``hidden`` is not compacted yet.
         looked : figures per token that the method made of an attention, ``[B, q]``.
+        earlier : the input of an earlier layer ``[B, p, D]``, which the method compares with, and the slot of each place in it,
+            ``[B, S]`` long on the CPU.
         """
         prompt, method, total = self.prompt, stage.method, self.prompt.total
         whole = prompt.layout.units(method.unit)
@@ -57,6 +60,12 @@ class TokenReducer:
         present = units.valid.sum(1)
         count, left = self._passes.setdefault(stage.number, (budget(prompt, stage, whole, present), [present]))
         tokens, wanted = self._batch(stage, hidden, slots, whole, units, looked or {})
+        if earlier is not None:
+            rows, at = to_device_packed(
+                hidden.device, units.row, earlier[1][units.row[:, None], units.places.clamp(min=0)]
+            )
+            before = earlier[0].to(hidden.device)[rows[:, None], at].float().masked_fill(~tokens.valid[..., None], 0.0)
+            tokens = replace(tokens, signals={**tokens.signals, "before": before[:, None]})
         # a choice has no gradient; the values that are merged have theirs
         with torch.no_grad(), without_autocast(hidden.device):
             if marks := check_figures(method, "marks()", method.marks(tokens), tokens.valid.shape, tokens.valid):
