@@ -29,6 +29,7 @@ from mmaccel.kv.packed import QuantisedLayer
 from mmaccel.media.files import Clip, Prompt, encode
 from mmaccel.programs import streaming
 from mmaccel.programs.streaming import VideoSession
+from mmaccel.runtime.cache import recall
 
 QUESTION = "what is it?"
 HEADS = {"head_budget": "adaptive"}
@@ -80,6 +81,7 @@ class Faults:
             (CacheState, "finalize"),
             (CacheState, "rebase"),
             (streaming, "encode"),
+            (recall, "park"),
         ]
         self.counts.clear()
         with pytest.MonkeyPatch.context() as patch:
@@ -113,7 +115,9 @@ def frozen(thing: Any, known: dict[int, int] | None = None) -> Any:
     known = {} if known is None else known
     if thing is None or isinstance(thing, (bool, int, float, str, Recipe, torch.dtype, torch.device)):
         return thing
-    if isinstance(thing, (nn.Module, type, types.FunctionType, weakref.ref)) or hasattr(thing, "tokenizer"):
+    if isinstance(thing, (nn.Module, type, types.FunctionType, weakref.ref, weakref.finalize)) or hasattr(
+        thing, "tokenizer"
+    ):
         return type(thing).__name__
     if id(thing) in known:
         return f"the {known[id(thing)]}th"
@@ -130,10 +134,10 @@ def frozen(thing: Any, known: dict[int, int] | None = None) -> Any:
     return type(thing).__name__, {} if slots else frozen(vars(thing), known)
 
 
-def disturbed(family: str, recipe: Recipe, few: bool) -> Counter[str]:
+def disturbed(family: str, recipe: Recipe | None, few: bool, **options: Any) -> Counter[str]:
     """Everything that can go wrong in two pushes and two questions goes wrong, in a session beside one in which nothing does;
     returns how often each place was passed."""
-    ours, quiet = (session(family, CAPS.get(family, 60), recipe=recipe) for _ in range(2))
+    ours, quiet = (session(family, CAPS.get(family, 60), recipe=recipe, **options) for _ in range(2))
     faults, passed = Faults(ours.model, few), Counter[str]()
     # transformers puts hooks of its own on some towers, in their first forward
     session(family, recipe=recipe).push(film(family, 4))

@@ -20,6 +20,8 @@ from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated, 
 from mmaccel.kv.cache import CacheState
 from mmaccel.media.files import Clip, Prompt, encode
 from mmaccel.programs.streaming import VideoSession
+from mmaccel.runtime.call.runs import TextInputs
+from mmaccel.runtime.prompt.reduce import WritePrompt
 
 # those with sliding windows are refused
 FAMILIES = tuple(
@@ -93,6 +95,23 @@ def test_frames_are_counted_on(family: str) -> None:
             stretches = (held[:, 1][held[:, 0] >= 0] // (seen[0] + 1)).unique().tolist()
             assert len(stretches) >= 2 and stretches[-1] == 5
             assert head[: one._prefix].tolist() == list(range(one._prefix))
+
+
+@pytest.mark.parametrize("family", ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni"))
+def test_frames_of_later_stretches_are_as_far_apart(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that place frames by their times: the rate of a stretch does not fall as the stream goes on."""
+    one, spans = session(family, 1 << 20), []
+    given = WritePrompt.before_text
+
+    def watched(self: WritePrompt, text: TextInputs) -> None:
+        given(self, text)
+        positions = text.arguments["position_ids"]
+        spans.append(int(positions.max() - positions[-3:, 0, -1].min()))
+
+    monkeypatch.setattr(WritePrompt, "before_text", watched)
+    for stretch in range(3):
+        one.push(film(family, 4, stretch))
+    assert len(set(spans)) == 1
 
 
 @families

@@ -13,6 +13,7 @@ from .patches import PatchMethod
 from .preview import PreviewMethod
 from .question import QuestionGuided
 from .reactivation import ReactivatingMethod
+from .recall import RecallPolicy
 from .registry import register
 from .reuse import ReuseMethod
 from .sparse_read import KeyUnits, Observed, Picked, ReadingPolicy, ReadStep
@@ -51,6 +52,7 @@ __all__ = [
     "ReadStep",
     "ReadingPolicy",
     "ReactivatingMethod",
+    "RecallPolicy",
     "ReuseMethod",
     "Site",
     "Tap",

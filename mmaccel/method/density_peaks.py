@@ -7,7 +7,7 @@ from torch import Tensor
 from .blocks import BLOCK
 
 
-def density_peaks(x: Tensor, valid: Tensor, neighbours: int, strict: bool = False) -> Tensor:
+def density_peaks(x: Tensor, valid: Tensor, neighbours: int, strict: bool = False, sparser: bool = False) -> Tensor:
     """The score of every token as a cluster centre, ``[F, m]`` float32; -inf for padding.
 
     Rodriguez and Laio, *Clustering by fast search and find of density peaks*, Science 2014, with the density of Du et
@@ -26,6 +26,7 @@ def density_peaks(x: Tensor, valid: Tensor, neighbours: int, strict: bool = Fals
     neighbours : ``k``, cut to the number of tokens.
     strict : of equally dense tokens none counts as denser, so that all copies of a token are centres. The programs avoid that
         with noise on the density; here, by default, the lower slot counts as denser.
+    sparser : ``delta_i`` is the distance to the nearest token that is less dense.
     """
     x = x.float().masked_fill(~valid[..., None], 0.0)
     frames, size = valid.shape
@@ -56,13 +57,14 @@ def density_peaks(x: Tensor, valid: Tensor, neighbours: int, strict: bool = Fals
         both = valid[:, None] & valid[:, top : top + height, None]
         far = torch.maximum(far, away.masked_fill(~both, 0.0).amax((1, 2)))
     rho = of_first(torch.cat(density, 1), first)
+    ranked = -rho if sparser else rho
     delta = []
     for top in tops:
         away = distance(top) if once is None else once
-        mine = rho[:, top : top + height, None]
-        denser = rho[:, None] > mine
+        mine = ranked[:, top : top + height, None]
+        denser = ranked[:, None] > mine
         if not strict:
-            denser |= (rho[:, None] == mine) & (place < place[top : top + height, None])
+            denser |= (ranked[:, None] == mine) & (place < place[top : top + height, None])
         to_denser = away.masked_fill(~(denser & valid[:, None]), torch.inf).amin(2)
         delta.append(torch.minimum(to_denser, far[:, None]))
     score = torch.cat(delta, 1) * rho

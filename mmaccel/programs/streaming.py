@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from numbers import Integral
@@ -17,11 +18,13 @@ from ..accelerate import Accelerator, accelerated
 from ..accelerate.positions import position_limit
 from ..core.transformers_api import DynamicCache, cache_argument
 from ..errors import MmaccelError, UnsupportedError
-from ..families import family_of
+from ..families import Family, family_of
 from ..kv.cache import CacheState, adopt
+from ..kv.parked import ParkedFrames
 from ..media.files import Clip, Prompt, encode
-from ..method import Policy
-from ..recipe import Recipe, get_recipe
+from ..method import Policy, RecallPolicy
+from ..method.registry import methods
+from ..recipe import Recipe, Stage, get_recipe
 from ..video.clip import as_frames, as_rate
 from .model_lock import model_lock
 
@@ -34,6 +37,10 @@ class VideoSession:
 
     Frames are read in chunks; whenever a layer holds more than ``cap_tokens`` keys a head, the policy of the recipe evicts
     keys. Nothing else grows with the length of the video. A question sees the current cache and leaves no trace in it.
+
+    With ``recall=`` nothing is evicted: the oldest frames beyond the cap move to host memory, or to files in a folder, and
+    every question brings back those that it asks about, layer by layer. On the device are then at most ``cap_tokens`` keys a
+    head between two calls, those of the chunk that is being read, and those that a question brings back until it is answered.
     :meth:`push` and :meth:`ask` do all or nothing: after any exception, out of memory and keyboard interrupts included, the
     session is as it was before, and may be given the same again. Until then at most ``cap_tokens`` old keys a head are kept
     as well.
@@ -41,23 +48,29 @@ class VideoSession:
     Parameters
     ----------
     model : a model of a supported family, bare or accelerated; it is restored after every call.
-    recipe : the name of a cache policy, or a recipe with one. By default ``infinipot-v``, which needs no question.
+    recipe : the name of a cache policy, or a recipe with one. By default ``infinipot-v``, which needs no question. With
+        ``recall=`` a recipe that leaves the cache alone; by default none.
     processor : the model's processor.
     cap_tokens : keys a head of a layer, the beginning of the prompt included.
     fps : frames a second, for models that read time stamps.
     chunk : frames that are read at once.
+    recall : how parked frames are found: the name of a :class:`~mmaccel.method.RecallPolicy` such as ``rekv``, or a
+        :class:`~mmaccel.Stage` with one and its options. By default nothing is parked.
+    park : where frames are parked: ``host`` for memory, else a folder. Files there are deleted with the session.
 
     Frames keep their positions, each chunk after the largest so far. A session ends at the last position of the model, where
-    :meth:`push` and :meth:`ask` raise an error.
+    :meth:`push` and :meth:`ask` raise an error. With ``recall=`` all that is read stands at positions behind each other, so
+    that a session does not end.
 
     Sessions of one model in several threads wait for each other. Do not call the model yourself during a call.
 
     Raises
     ------
     MmaccelError
-        If a number is not allowed, there is no processor, or the recipe has no policy that evicts.
+        If a number is not allowed, there is no processor, the recipe has no policy that evicts, or one beside ``recall=``.
     UnsupportedError
-        If the model is not supported, takes no video, or has sliding windows.
+        If the model is not supported, takes no video, or has sliding windows; with ``recall=`` also if keys cannot be moved to
+        other positions.
 
     Examples
     --------
@@ -69,12 +82,14 @@ class VideoSession:
     def __init__(
         self,
         model: Any,
-        recipe: str | Path | Recipe = "infinipot-v",
+        recipe: str | Path | Recipe | None = None,
         *,
         processor: Any,
         cap_tokens: int = 4096,
         fps: float = 1.0,
         chunk: int = 8,
+        recall: str | Stage | None = None,
+        park: str | Path = "host",
     ) -> None:
         self.cap_tokens = _count(cap_tokens, 1, "cap_tokens")
         self.chunk = _count(chunk, 2, "chunk")
@@ -87,7 +102,12 @@ class VideoSession:
         if "sliding_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
             raise UnsupportedError("A model with sliding windows cannot follow a stream; use one with full attention.")
         self.model, self.processor = model, processor
+        if recipe is None:
+            recipe = "infinipot-v" if recall is None else "none"
         self._recipe = get_recipe(recipe)
+        self._recall = None if recall is None else _recall_stage(recall, self._family)
+        self._folder = _folder(park, recall is not None)
+        self._recalled: list[int] = []
         self._cache = DynamicCache()
         self._waiting: list[np.ndarray] = []
         self._size: tuple[int, ...] = ()
@@ -150,8 +170,24 @@ class VideoSession:
         return max(len(layer.index) for layer in self._state.layers if not layer.empty)
 
     def nbytes(self) -> int:
-        """Bytes of the cache."""
+        """Bytes of the cache on the device."""
         return self._state.nbytes() if self._frames else 0
+
+    def parked_bytes(self) -> int:
+        """Bytes of the frames that are parked, in host memory or on disk."""
+        memory = self._memory
+        return 0 if memory is None else memory.nbytes()
+
+    @property
+    def parked(self) -> int:
+        """How many of the pushed frames are parked."""
+        memory = self._memory
+        return 0 if memory is None else sum(len(one.pushed) for one in memory.seen[: len(memory.parked)])
+
+    @property
+    def recalled(self) -> list[int]:
+        """The pushed frames, counted from 0, that any layer brought back for the last question."""
+        return list(self._recalled)
 
     # --- inside -----------------------------------------------------------------------------------------------
     def _check_positions(self, tokens: int, new: int = 0) -> None:
@@ -159,7 +195,8 @@ class VideoSession:
         if positions.offset is not None:
             ahead = 0 if positions.ahead is None else int(positions.ahead.max())
             begin = self._state.seen - int(positions.offset.min()) + ahead
-        limit = position_limit(self.model)
+        limit, memory = position_limit(self.model), self._memory
+        begin -= 0 if memory is None else memory.shift
         if limit is not None and begin + tokens + new > limit:
             raise MmaccelError(
                 f"The session has used {begin} of the model's {limit} positions, and {tokens + new} more are needed; begin "
@@ -188,8 +225,10 @@ class VideoSession:
         stops = set(ends) if isinstance(ends, (list, tuple)) else {ends}
         self._check_positions(feed["input_ids"].shape[1], longest)
         answer: list[int] = []
-        restore = self._state.snapshot()
+        restore, recalled = self._state.snapshot(), set[int]()
         try:
+            if (memory := self._memory) is not None:
+                memory.asking, memory.recalled = longest, {}
             with self._accelerated() as model:
                 while len(answer) < longest:
                     out = model(**feed, **cache_argument(self._cache), use_cache=True)
@@ -197,8 +236,12 @@ class VideoSession:
                     if answer[-1] in stops:
                         break
                     feed = {"input_ids": torch.tensor([answer[-1:]], device=model.device)}
+            if memory is not None:
+                found = set().union(*memory.recalled.values())
+                recalled = {frame for number in found for frame in memory.seen[number].pushed}
         finally:
             restore()
+        self._recalled = sorted(recalled)
         text: str = self.processor.tokenizer.decode(answer, skip_special_tokens=True)
         return text.strip()
 
@@ -207,9 +250,20 @@ class VideoSession:
         state: CacheState = self._cache.mmaccel
         return state
 
+    @property
+    def _memory(self) -> ParkedFrames | None:
+        return self._state.shared.memory(ParkedFrames) if self._frames else None
+
     def _streaming(self, prefix: int) -> Recipe:
-        """The recipe with a policy that evicts nothing below the cap, and nothing of the prefix."""
+        """The recipe with a policy that evicts nothing below the cap, and nothing of the prefix, or that recalls."""
         stages = list(self._recipe.stages)
+        if self._recall is not None:
+            if at_work := [stage.method for stage in stages if stage.kind.site in ("cache", "codec")]:
+                raise MmaccelError(
+                    f"Recipe {self._recipe.name!r} changes the cache ({', '.join(at_work)}), where recall= keeps all keys; "
+                    "leave out recipe=, or give one that works before or inside the language model."
+                )
+            return dataclasses.replace(self._recipe, stages=(*stages, self._recall))
         built = [stage.build() for stage in stages]
         at = next(
             (i for i, m in enumerate(built) if isinstance(m, Policy) and m.budget != "none" and not m.recalls), None
@@ -237,7 +291,8 @@ class VideoSession:
         if len(stretch) == 1:
             # some processors refuse a clip of one frame
             stretch, places = np.concatenate([stretch, stretch]), [first, first]
-        clip = Clip(stretch, places, self._frames, self.fps)
+        # processors take the rate of the frames from how many of all there are
+        clip = Clip(stretch, places, len(stretch), self.fps)
         shown = encode(self.processor, [Prompt("?", clip=clip)])
         length = shown["input_ids"].shape[1]
         if not first:
@@ -245,8 +300,12 @@ class VideoSession:
             self._tail = length - _common_prefix(shown, other)
             self._prefix = _common_prefix(shown, plain)
             self._cache = DynamicCache()
-            adopt(self._cache, self._family.depth, None, self._family.recurrent).shared.stream = True
-        self._last = Clip(stretch[:2], places[:2], self._frames, self.fps)
+            shared = adopt(self._cache, self._family.depth, None, self._family.recurrent).shared
+            shared.stream = True
+            if self._recall is not None:
+                limit = position_limit(self.model)
+                shared.keep(ParkedFrames(self.cap_tokens, limit, self._folder, prefix=self._prefix))
+        self._last = Clip(stretch[:2], places[:2], 2, self.fps)
         inputs = self._tokens(shown, slice(self._prefix if first else 0, length - self._tail))
         pixels = {
             name: value.to(self.model.device) if isinstance(value, Tensor) else value
@@ -256,6 +315,8 @@ class VideoSession:
         if not first:
             # Qwen2.5-Omni needs a mask for the positions of frames
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        if (memory := self._memory) is not None:
+            memory.pushed = range(first, self._frames)
         with self._accelerated() as model:
             model(**inputs, **pixels, **cache_argument(self._cache), use_cache=True)
         self._check_positions(0)
@@ -281,3 +342,32 @@ def _count(value: Any, least: int, what: str) -> int:
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise MmaccelError(f"{what} must be a whole number of at least {least}, got {value!r}.")
     return int(value)
+
+
+def _recall_stage(recall: str | Stage, family: Family) -> Stage:
+    """The stage that recalls frames, by its name or as it is given."""
+    if not isinstance(recall, (str, Stage)):
+        raise MmaccelError(f"recall= takes the name of a method such as 'rekv', or a Stage with one, got {recall!r}.")
+    stage = dataclasses.replace(Stage(recall) if isinstance(recall, str) else recall, retain=1.0)
+    stage.build()
+    if not issubclass(stage.kind, RecallPolicy):
+        names = ", ".join(repr(name) for name, kind in methods().items() if issubclass(kind, RecallPolicy))
+        raise MmaccelError(f"{stage.method!r} recalls no frames; use one of {names}.")
+    rope = family.text.config.rope_parameters or {}
+    if not family.halves or rope.get("rope_type") in ("dynamic", "longrope"):
+        raise UnsupportedError(
+            f"Keys of this {family.name} model cannot be moved to other positions; leave out recall=, and use a "
+            "policy that evicts."
+        )
+    return stage
+
+
+def _folder(park: Any, recalls: bool) -> str | None:
+    """The folder that frames are parked in, None for host memory."""
+    if park == "host":
+        return None
+    if not isinstance(park, (str, Path)) or not recalls:
+        raise MmaccelError(f"park= is 'host' or a folder, and goes with recall=, got {park!r}.")
+    if not os.path.isdir(park) or not os.access(park, os.W_OK):
+        raise MmaccelError(f"park={str(park)!r} is not a folder that can be written to; create it, or leave out park=.")
+    return str(park)

@@ -20,6 +20,7 @@ from ..families.text import TextTower
 from ..families.tower import Towers
 from ..kv.cache import CacheState
 from ..kv.codecs import Codec, token_groups
+from ..kv.parked import ParkedFrames
 from ..method import (
     ChunkMethod,
     DraftMethod,
@@ -34,6 +35,7 @@ from ..method import (
     ProjectorMethod,
     ReactivatingMethod,
     ReadingPolicy,
+    RecallPolicy,
     ReuseMethod,
     Tap,
     TokenMethod,
@@ -45,6 +47,7 @@ from ..recipe.recipe import check_together
 from .cache.eviction import CachePolicy, EvictByDraft, EvictKeys
 from .cache.packing import PackKeys
 from .cache.reading import ReadKeys, RecallKeys
+from .cache.recall import AskFrames, ReadFrames, RecallRun
 from .call.call import Call
 from .call.forward import Continuation, Forward, Prompt
 from .call.plan import EncoderPlan, Kernels, ModelPlan, PlannedStage, cautions, checked_kernels
@@ -301,14 +304,16 @@ def _runs_of_prompt(call: Call[ModelPlan], prompt: Prompt) -> Iterator[Run]:
         yield LayerTokens(call, prompt, reducer, prepared, keep)
     if chunks is not None:
         yield chunks
-    policy = None
-    if state is not None and plan.policy is not None:
+    policy, recall = None, _recall(prompt, state)
+    if state is not None and plan.policy is not None and recall is None:
         policy = _policy(call, prompt, state)
         yield policy
     if state is not None and plan.token_groups:
         yield PackKeys(prompt, state, policy)
     yield WeighTokens(prompt)
     yield WritePrompt(prompt, reducer, None if chunks is None else chunks.cut)
+    if recall is not None:
+        yield recall
     yield prepared
 
 
@@ -325,6 +330,19 @@ def _runs_behind(call: Call[ModelPlan], forward: Continuation) -> Iterator[Run]:
     if plan.token_groups:
         yield PackKeys(forward, state, policy)
     yield ContinueText(forward)
+    if (recall := _recall(forward, state)) is not None:
+        yield recall
+
+
+def _recall(forward: Forward, state: CacheState | None) -> RecallRun | None:
+    """The run that parks or recalls frames of a stream; None in any other forward, and while an answer is decoded."""
+    memory = None if state is None else state.shared.memory(ParkedFrames)
+    stage = forward.plan.policy
+    if state is None or memory is None or stage is None or not isinstance(stage.method, RecallPolicy):
+        return None
+    if isinstance(forward, Prompt):
+        return ReadFrames(forward, stage.method, state, memory)
+    return AskFrames(forward, stage.method, state, memory) if memory.asking else None
 
 
 def _policy(call: Call[ModelPlan], forward: Forward, state: CacheState) -> CachePolicy:

@@ -27,6 +27,7 @@ from mmaccel.method import (
     Policy,
     ReadingPolicy,
     ReadStep,
+    RecallPolicy,
     ReuseMethod,
     TokenBatch,
     TokenMethod,
@@ -74,6 +75,12 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
         moved = [replace(layer, queries=layer.queries.roll(1, -1)) for layer in layers]
         return kind.level(self, moved, share)  # type: ignore[attr-defined]
 
+    def choose(self: RecallPolicy, query: Tensor, frames: Tensor) -> Tensor:
+        return kind.choose(self, query, frames) + 1  # type: ignore[attr-defined]
+
+    def moved(self: Any, *given: Any) -> list[int]:
+        return [one + 1 for one in kind.moved(self, *given)]  # type: ignore[attr-defined]
+
     def pack(self: Codec, keys: Tensor, values: Tensor, lengths: Tensor, *others: Any, **named: Any) -> Any:
         if named.get("query_energy") is not None:
             named["query_energy"] = named["query_energy"].roll(1, -1)
@@ -84,6 +91,8 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
 
     if issubclass(kind, ReadingPolicy):
         return {"rate": rate, "level": level} if kind.window else {"rate": rate}
+    if issubclass(kind, RecallPolicy):
+        return {"choose": choose, "moved": moved} if hasattr(kind, "moved") else {"choose": choose}
     if issubclass(kind, Policy):
         return {"recall": recall, "score": score} if kind.recall is not Policy.recall else {"score": score}
     if issubclass(kind, TokenMethod):

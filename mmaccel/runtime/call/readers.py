@@ -127,6 +127,9 @@ def read_stored(call: Call[Any], number: int, given: Attention) -> Output:
         plain = given.base == "sdpa" and runs.forward.incoming.weights is None
         seen.plain = plain and getattr(given.module, "is_causal", True)
         keys = runs.keys_to_read(seen) or keys
+    if keys.grown and layer is not None:
+        given.unpack(layer)
+        layer, seen = _layer_attended(runs.forward, number, given)
     chosen = keys.chosen
     if keys.output is not None:
         output: Output = keys.output, None

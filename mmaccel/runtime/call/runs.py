@@ -90,11 +90,13 @@ class KeysToRead:
 
     chosen : those of every head. pages : the same as packed pages, where the layer is read as it is stored.
     output : ``[B, q, Hq, D]``, the output of the attention, where the run had to compute it.
+    grown : whether the run has put more keys into the layer, all of which are read.
     """
 
     chosen: ChosenKeys | None = None
     pages: Pages | None = None
     output: Tensor | None = None
+    grown: bool = False
 
 
 class Run:

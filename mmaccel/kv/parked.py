@@ -1,0 +1,226 @@
+"""Frames of a stream that left the device: where their keys and values are kept, and what is known of every frame."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..errors import MmaccelError, first_line
+
+#: of one layer: the tensors of a frame's keys, and of its values
+Parts = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+
+
+class Frame(Protocol):
+    """A parked frame.
+
+    nbytes : of its tensors, in host memory or on disk.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+
+    def layer(self, number: int) -> Parts:
+        """The keys and values of one layer, on the CPU."""
+
+
+@dataclass(frozen=True)
+class HostFrame:
+    """A frame in host memory."""
+
+    layers: tuple[Parts, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(x.nbytes for parts in self.layers for packed in parts for x in packed)
+
+    def layer(self, number: int) -> Parts:
+        """The keys and values of one layer, on the CPU."""
+        return self.layers[number]
+
+
+class FileFrame:
+    """A frame in a file of its own, which is deleted with this object or at the end of the process.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be written.
+    """
+
+    def __init__(self, folder: str, layers: tuple[Parts, ...]) -> None:
+        named = {
+            f"{number}.{kind}.{part}": x.contiguous()
+            for number, parts in enumerate(layers)
+            for kind, packed in enumerate(parts)
+            for part, x in enumerate(packed)
+        }
+        self._counts = tuple((len(keys), len(values)) for keys, values in layers)
+        self.nbytes = sum(x.nbytes for x in named.values())
+        descriptor, self.path = tempfile.mkstemp(".safetensors", "frame-", folder)
+        os.close(descriptor)
+        self._delete = weakref.finalize(self, Path(self.path).unlink, missing_ok=True)
+        try:
+            save_file(named, self.path)
+        except BaseException:
+            self._delete()
+            raise
+
+    def layer(self, number: int) -> Parts:
+        """The keys and values of one layer, read from the file."""
+        try:
+            with safe_open(self.path, "pt") as file:
+                keys, values = (
+                    tuple(file.get_tensor(f"{number}.{kind}.{part}") for part in range(count))
+                    for kind, count in enumerate(self._counts[number])
+                )
+        except Exception as error:
+            raise MmaccelError(
+                f"A parked frame cannot be read from {self.path!r} ({first_line(error)}); leave the files of a session alone, "
+                "and begin another session."
+            ) from error
+        return keys, values
+
+
+def park(layers: Sequence[Parts], folder: str | None) -> Frame:
+    """Keep a frame in host memory, or in a file in ``folder``.
+
+    Raises
+    ------
+    MmaccelError
+        If there is no room for it.
+    """
+    try:
+        if folder is None:
+            return HostFrame(tuple(layers))
+        return FileFrame(folder, tuple(layers))
+    except Exception as error:
+        raise full(folder, error) from error
+
+
+def full(folder: str | None, error: BaseException) -> MmaccelError:
+    """The error of a host or a disk that takes no more frames."""
+    where = "Host memory" if folder is None else f"The folder {folder!r}"
+    return MmaccelError(
+        f"{where} cannot take more frames ({first_line(error)}); the session is as it was before: free some space and "
+        "push the same frames again, or begin another session."
+    )
+
+
+@dataclass(frozen=True)
+class SeenFrame:
+    """What is known of a frame, parked or not.
+
+    stretch : the number of the stretch of frames that was read with it.
+    pushed : the frames that were pushed as this one; some models read two as one.
+    means : of every layer the mean of its keys, ``[Hkv, D]`` float32 on the CPU.
+    """
+
+    stretch: int
+    pushed: range
+    means: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class ParkedFrame:
+    """A frame that left the device.
+
+    frame : its keys and values. counts : how many keys each layer has. turned : where its stretch begins as far as its keys'
+    RoPE is concerned.
+    """
+
+    frame: Frame
+    counts: tuple[int, ...]
+    turned: int
+
+
+@dataclass
+class ParkedFrames:
+    """The memory of a stream that parks its oldest frames.
+
+    Positions are those of the newest frames; where the session gives parked frames other ones, their keys are turned when they
+    come back, and those of the prompt's beginning whenever frames leave.
+
+    Parameters
+    ----------
+    cap : keys that a head of a layer may hold between two forwards.
+    limit : positions of the model; None without a limit.
+    folder : where frames are parked; None for host memory.
+
+    Attributes
+    ----------
+    prefix : tokens of the prompt's beginning. heads : their keys in every layer, ``[1, Hkv, prefix, D]``, as they were read.
+    home : the position behind them as they were read. shift : how much further they stand now.
+    places : ``[seen]`` long on the CPU, the frame of every place, -1 for the prompt's beginning.
+    begins : the position where every stretch of frames begins, and where the next one will.
+    seen, parked : all frames, of which the first ones are parked.
+    pushed : the frames that the stretch shows that is being read.
+    asking : the longest answer to the question that is being read; 0 while none is.
+    recalled : the frames that each layer reads for the last question.
+    """
+
+    cap: int
+    limit: int | None
+    folder: str | None
+    prefix: int = 0
+    home: int = 0
+    shift: int = 0
+    places: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    heads: tuple[Tensor, ...] = ()
+    begins: list[int] = field(default_factory=list)
+    seen: list[SeenFrame] = field(default_factory=list)
+    parked: list[ParkedFrame] = field(default_factory=list)
+    pushed: range = range(0)
+    asking: int = 0
+    recalled: dict[int, list[int]] = field(default_factory=dict)
+
+    def means(self, layer: int) -> Tensor:
+        """``[parked, Hkv, D]`` float32 on the CPU: the mean key of every parked frame in a layer."""
+        return torch.stack([one.means[layer] for one in self.seen[: len(self.parked)]])
+
+    @property
+    def resident(self) -> int:
+        """The stretch of the first frame that is not parked."""
+        return self.seen[len(self.parked)].stretch
+
+    def nbytes(self) -> int:
+        """Bytes of all parked frames."""
+        return sum(one.frame.nbytes for one in self.parked)
+
+    # --- as the cache treats every memory -------------------------------------------------------------------------
+    def select(self, rows: Tensor, on_host: Tensor) -> None:
+        """A stream has one row."""
+
+    def copy(self) -> ParkedFrames:
+        """A copy to change independently."""
+        return replace(
+            self,
+            begins=list(self.begins),
+            seen=list(self.seen),
+            parked=list(self.parked),
+            recalled=dict(self.recalled),
+        )
+
+    def crop(self, seen: int) -> None:
+        """Forget the places from ``seen`` on."""
+        self.places = self.places[:seen]
+
+    def rename(self, new: Tensor, held: Tensor) -> None:
+        """Keep the places that are ``held [seen]`` bool."""
+        self.places = self.places[held[: len(self.places)].cpu()]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors on the device."""
+        yield from self.heads

@@ -1,0 +1,102 @@
+"""Base of recall: frames of a stream that left the device are found again when a question is asked."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .keys import KeyBatch, Policy
+
+#: the tensors that a frame's keys or values are parked as
+Packed = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallPolicy(Policy):
+    """A policy that rates the frames of a video by a question.
+
+    In a :class:`~mmaccel.VideoSession` with ``recall=`` the oldest frames beyond the cap are parked in host memory or on disk,
+    and :meth:`choose` says which of them every layer reads for a question. In any other call nothing is parked: the visual keys
+    of the frames that the end of the prompt rates highest stay, by keys with RoPE.
+
+    Parameters
+    ----------
+    frames : how many parked frames each layer reads for one question.
+    window : in a call without a session, how many of the prompt's last queries rate the frames.
+    contiguous : recalled frames stand directly before the newest ones, at positions behind each other, and the beginning of the
+        prompt before them, so that a stream never ends. False leaves all positions as they were.
+    while_reading : every stretch of new frames recalls earlier ones, too.
+    """
+
+    #: whether frames are rated by keys and queries without RoPE
+    unrotated: ClassVar[bool] = True
+    shared = True
+    excludes = {
+        "cache": "a recipe has at most one method at site 'cache'",
+        "codec": "frames are parked as they are stored, which a codec changes",
+    }
+    limits = {"frames": "[1, inf)", "window": "[1, inf)"}
+
+    frames: int = 64
+    window: int = 32
+    contiguous: bool = True
+    while_reading: bool = False
+
+    @abstractmethod
+    def rate(self, query: Tensor, frames: Tensor) -> Tensor:
+        """``[F]`` float32: frames of higher rating are read first.
+
+        Parameters
+        ----------
+        query : ``[Hq, D]`` float32, the mean of the question's queries in one layer.
+        frames : ``[F, Hkv, D]`` float32, the mean key of every frame there, in the order of the video.
+        """
+
+    def choose(self, query: Tensor, frames: Tensor) -> Tensor:
+        """``[n]`` long, ascending: the frames that are read, at most :attr:`frames`; arguments as of :meth:`rate`. By default
+        those of the highest rating, of equal ones the first."""
+        return best(self.rate(query, frames), self.frames)
+
+    def pack(self, x: Tensor) -> Packed:
+        """The tensors that keys or values ``[Hkv, n, D]`` of one frame are parked as; by default themselves."""
+        return (x,)
+
+    def unpack(self, packed: Packed, count: int) -> Tensor:
+        """``[Hkv, count, D]``, what :meth:`pack` was given, as nearly as it kept it."""
+        return packed[0]
+
+    def score(self, keys: KeyBatch) -> Tensor:
+        """Every visual key has the rating of its frame."""
+        out = torch.zeros(keys.keys.shape[:3], device=keys.keys.device)
+        if keys.picture is None or keys.cells is None:
+            return out
+        for row, visual in enumerate(keys.visual & keys.valid):
+            at = visual.nonzero()[:, 0]
+            if not len(at):
+                continue
+            named = torch.stack([keys.picture[row, at], keys.cells[row, at, 0]], dim=1)
+            found, frame = named.unique(dim=0, return_inverse=True)
+            asking = keys.queries[row][:, keys.places[row] >= 0].float()
+            rating = self.rate(asking.mean(1), frame_means(keys.keys[row][:, at].float(), frame, len(found)))
+            out[row, :, at] = rating[frame]
+        return out
+
+
+def frame_means(keys: Tensor, frame: Tensor, count: int) -> Tensor:
+    """``[count, Hkv, D]``: the mean of the ``keys [Hkv, n, D]`` of each frame, key i being of ``frame[i]``; 0 without any."""
+    member = (frame == torch.arange(count, device=frame.device)[:, None]).to(keys)
+    return torch.einsum("fn,hnd->fhd", member / member.sum(1, keepdim=True).clamp(min=1), keys)
+
+
+def by_query_head(frames: Tensor, heads: int) -> Tensor:
+    """``[F, Hkv, D]`` -> ``[F, heads D]``: the key of each of so many query heads, side by side."""
+    return frames.repeat_interleave(heads // frames.shape[1], dim=1).flatten(1)
+
+
+def best(ratings: Tensor, count: int) -> Tensor:
+    """``[n]`` long, ascending: at most ``count`` frames of the highest ``ratings [F]``, of equal ones the first."""
+    return ratings.argsort(descending=True, stable=True)[:count].sort().values
