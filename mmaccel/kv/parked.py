@@ -121,7 +121,7 @@ def full(folder: str | None, error: BaseException) -> MmaccelError:
 
 @dataclass(frozen=True)
 class SeenFrame:
-    """What is known of a frame, parked or not.
+    """Facts about a frame, parked or not.
 
     stretch : the number of the stretch of frames that was read with it.
     pushed : the frames that were pushed as this one; some models read two as one.
@@ -194,6 +194,16 @@ class ParkedFrames:
     def resident(self) -> int:
         """The stretch of the first frame that is not parked."""
         return self.seen[len(self.parked)].stretch
+
+    @property
+    def left(self) -> int:
+        """Number of pushed frames that are parked."""
+        return sum(len(one.pushed) for one in self.seen[: len(self.parked)])
+
+    def shown_again(self) -> list[int]:
+        """The pushed frames that any layer reads for the last question, ascending."""
+        frames = set[int]().union(*self.recalled.values())
+        return sorted(pushed for frame in frames for pushed in self.seen[frame].pushed)
 
     def nbytes(self) -> int:
         """Bytes of all parked frames."""

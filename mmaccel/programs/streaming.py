@@ -113,7 +113,7 @@ class VideoSession:
         self._size: tuple[int, ...] = ()
         self._last: Clip | None = None
         self._frames = self._prefix = self._tail = 0
-        self._streaming(1)
+        _streaming(self._recipe, self._recall, self.cap_tokens, 1)
 
     # --- for the user -----------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -175,14 +175,12 @@ class VideoSession:
 
     def parked_bytes(self) -> int:
         """Bytes of the frames that are parked, in host memory or on disk."""
-        memory = self._memory
-        return 0 if memory is None else memory.nbytes()
+        return 0 if self._memory is None else self._memory.nbytes()
 
     @property
     def parked(self) -> int:
-        """How many of the pushed frames are parked."""
-        memory = self._memory
-        return 0 if memory is None else sum(len(one.pushed) for one in memory.seen[: len(memory.parked)])
+        """Number of pushed frames that are parked."""
+        return 0 if self._memory is None else self._memory.left
 
     @property
     def recalled(self) -> list[int]:
@@ -190,19 +188,6 @@ class VideoSession:
         return list(self._recalled)
 
     # --- inside -----------------------------------------------------------------------------------------------
-    def _check_positions(self, tokens: int, new: int = 0) -> None:
-        begin, positions = 0, self._state.positions
-        if positions.offset is not None:
-            ahead = 0 if positions.ahead is None else int(positions.ahead.max())
-            begin = self._state.seen - int(positions.offset.min()) + ahead
-        limit, memory = position_limit(self.model), self._memory
-        begin -= 0 if memory is None else memory.shift
-        if limit is not None and begin + tokens + new > limit:
-            raise MmaccelError(
-                f"The session has used {begin} of the model's {limit} positions, and {tokens + new} more are needed; begin "
-                "another session."
-            )
-
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """Restore the session if the block fails."""
@@ -220,12 +205,12 @@ class VideoSession:
         # the tokens after the frames of a prompt with this question
         words = encode(self.processor, [Prompt(question, clip=self._last)])
         probe = encode(self.processor, [Prompt("?", clip=self._last)])
-        feed = self._tokens(words, slice(probe["input_ids"].shape[1] - self._tail, None))
+        feed = _tokens(words, slice(probe["input_ids"].shape[1] - self._tail, None), self.model)
         ends = self.model.generation_config.eos_token_id
         stops = set(ends) if isinstance(ends, (list, tuple)) else {ends}
-        self._check_positions(feed["input_ids"].shape[1], longest)
+        _check_positions(self.model, self._state, feed["input_ids"].shape[1] + longest)
         answer: list[int] = []
-        restore, recalled = self._state.snapshot(), set[int]()
+        restore = self._state.snapshot()
         try:
             if (memory := self._memory) is not None:
                 memory.asking, memory.recalled = longest, {}
@@ -236,12 +221,9 @@ class VideoSession:
                     if answer[-1] in stops:
                         break
                     feed = {"input_ids": torch.tensor([answer[-1:]], device=model.device)}
-            if memory is not None:
-                found = set().union(*memory.recalled.values())
-                recalled = {frame for number in found for frame in memory.seen[number].pushed}
         finally:
             restore()
-        self._recalled = sorted(recalled)
+        self._recalled = [] if memory is None else memory.shown_again()
         text: str = self.processor.tokenizer.decode(answer, skip_special_tokens=True)
         return text.strip()
 
@@ -253,34 +235,6 @@ class VideoSession:
     @property
     def _memory(self) -> ParkedFrames | None:
         return self._state.shared.memory(ParkedFrames) if self._frames else None
-
-    def _streaming(self, prefix: int) -> Recipe:
-        """The recipe with a policy that evicts nothing below the cap, and nothing of the prefix, or that recalls."""
-        stages = list(self._recipe.stages)
-        if self._recall is not None:
-            if at_work := [stage.method for stage in stages if stage.kind.site in ("cache", "codec")]:
-                raise MmaccelError(
-                    f"Recipe {self._recipe.name!r} changes the cache ({', '.join(at_work)}), where recall= keeps all keys; "
-                    "leave out recipe=, or give one that works before or inside the language model."
-                )
-            return dataclasses.replace(self._recipe, stages=(*stages, self._recall))
-        built = [stage.build() for stage in stages]
-        at = next(
-            (i for i, m in enumerate(built) if isinstance(m, Policy) and m.budget != "none" and not m.recalls), None
-        )
-        if at is None:
-            raise MmaccelError(
-                f"Recipe {self._recipe.name!r} never evicts from the cache; use one such as 'infinipot-v'."
-            )
-        policy = built[at]
-        assert isinstance(policy, Policy)
-        if self.cap_tokens <= prefix:
-            raise MmaccelError(
-                f"cap_tokens must be greater than the {prefix} tokens of the prompt, got {self.cap_tokens}."
-            )
-        options = {"cap": self.cap_tokens, "joint": True, "sinks": max(policy.sinks, prefix)}
-        stages[at] = dataclasses.replace(stages[at], retain=1.0, options={**stages[at].options, **options})
-        return dataclasses.replace(self._recipe, stages=tuple(stages))
 
     def _read(self) -> None:
         """Read the waiting frames, after the beginning of the prompt if they are the first."""
@@ -306,7 +260,7 @@ class VideoSession:
                 limit = position_limit(self.model)
                 shared.keep(ParkedFrames(self.cap_tokens, limit, self._folder, prefix=self._prefix))
         self._last = Clip(stretch[:2], places[:2], 2, self.fps)
-        inputs = self._tokens(shown, slice(self._prefix if first else 0, length - self._tail))
+        inputs = _tokens(shown, slice(self._prefix if first else 0, length - self._tail), self.model)
         pixels = {
             name: value.to(self.model.device) if isinstance(value, Tensor) else value
             for name, value in shown.items()
@@ -319,17 +273,19 @@ class VideoSession:
             memory.pushed = range(first, self._frames)
         with self._accelerated() as model:
             model(**inputs, **pixels, **cache_argument(self._cache), use_cache=True)
-        self._check_positions(0)
+        _check_positions(self.model, self._state, 0)
         self._state.rebase()
 
     def _accelerated(self) -> AbstractContextManager[Any]:
         held = Accelerator.on(self.model)
         kernels = "auto" if held is None else held.kernels
-        recipe = self._streaming(self._prefix)
+        recipe = _streaming(self._recipe, self._recall, self.cap_tokens, self._prefix)
         return accelerated(self.model, recipe, processor=self.processor, kernels=kernels)
 
-    def _tokens(self, encoded: Any, part: slice) -> dict[str, Tensor]:
-        return {name: encoded[name][:, part].to(self.model.device) for name in _PER_TOKEN if name in encoded}
+
+def _tokens(encoded: Any, part: slice, model: Any) -> dict[str, Tensor]:
+    """The tokens of a part of an encoded prompt, for the model."""
+    return {name: encoded[name][:, part].to(model.device) for name in _PER_TOKEN if name in encoded}
 
 
 def _common_prefix(one: Any, other: Any) -> int:
@@ -342,6 +298,44 @@ def _count(value: Any, least: int, what: str) -> int:
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise MmaccelError(f"{what} must be a whole number of at least {least}, got {value!r}.")
     return int(value)
+
+
+def _check_positions(model: Any, state: CacheState, new: int) -> None:
+    """Raise :class:`MmaccelError` if the model has no positions for so many ``new`` tokens behind those of a stream."""
+    begin, positions, memory = 0, state.positions, state.shared.memory(ParkedFrames)
+    if positions.offset is not None:
+        ahead = 0 if positions.ahead is None else int(positions.ahead.max())
+        begin = state.seen - int(positions.offset.min()) + ahead
+    begin -= 0 if memory is None else memory.shift
+    limit = position_limit(model)
+    if limit is not None and begin + new > limit:
+        raise MmaccelError(
+            f"The session has used {begin} of the model's {limit} positions, and {new} more are needed; begin "
+            f"another session{'' if memory is None else ' with a smaller cap_tokens'}."
+        )
+
+
+def _streaming(recipe: Recipe, recall: Stage | None, cap: int, prefix: int) -> Recipe:
+    """The recipe with a policy that evicts nothing below the cap, and nothing of the prefix, or that recalls."""
+    stages = list(recipe.stages)
+    if recall is not None:
+        if at_work := [stage.method for stage in stages if stage.kind.site in ("cache", "codec")]:
+            raise MmaccelError(
+                f"Recipe {recipe.name!r} changes the cache ({', '.join(at_work)}), where recall= keeps all keys; "
+                "leave out recipe=, or give one that works before or inside the language model."
+            )
+        return dataclasses.replace(recipe, stages=(*stages, recall))
+    built = [stage.build() for stage in stages]
+    at = next((i for i, m in enumerate(built) if isinstance(m, Policy) and m.budget != "none" and not m.recalls), None)
+    if at is None:
+        raise MmaccelError(f"Recipe {recipe.name!r} never evicts from the cache; use one such as 'infinipot-v'.")
+    policy = built[at]
+    assert isinstance(policy, Policy)
+    if cap <= prefix:
+        raise MmaccelError(f"cap_tokens must be greater than the {prefix} tokens of the prompt, got {cap}.")
+    options = {"cap": cap, "joint": True, "sinks": max(policy.sinks, prefix)}
+    stages[at] = dataclasses.replace(stages[at], retain=1.0, options={**stages[at].options, **options})
+    return dataclasses.replace(recipe, stages=tuple(stages))
 
 
 def _recall_stage(recall: str | Stage, family: Family) -> Stage:

@@ -147,7 +147,7 @@ class AskFrames(RecallRun):
         return KeysToRead(grown=True) if there else None
 
     def finish(self) -> None:
-        """What was brought back stays for the answer."""
+        """End the question: the tokens of its answer read what was brought back."""
         self.memory.asking = 0
 
 
