@@ -136,7 +136,7 @@ def _text(model_type: str, overrides: dict[str, Any], vocabulary: int, **family_
             model_type = "mistral"
         elif model_type == "cohere2":
             pass
-        elif model_type in ("gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "lfm3"):
+        elif model_type in ("exaone4", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "lfm3"):
             pass
         elif "qwen2" in model_type:
             values = {"use_sliding_window": True, "max_window_layers": 0, **values}
@@ -285,6 +285,44 @@ def _internvl(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
         image_seq_length=16,
         downsample_ratio=0.5,
         tie_word_embeddings=False,
+    )
+
+
+def _qianfan_ocr(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    return transformers.QianfanOCRConfig(
+        vision_config=_tower("qianfan_ocr_vision", [64, 64], [8, 8]),
+        text_config=_text("qwen3", overrides, vocabulary, head_dim=16),
+        image_token_id=_ids("qianfan_ocr")["context_image_token"],
+        image_seq_length=16,
+        downsample_ratio=0.5,
+    )
+
+
+def _deepseek_vl(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    return transformers.DeepseekVLConfig(
+        vision_config=_tower("siglip_vision_model", 42, 7, vision_use_head=False).to_dict(),
+        text_config=_text("llama", overrides, vocabulary).to_dict(),
+        image_token_id=_ids("deepseek_vl")["image_token"],
+        tie_word_embeddings=False,
+    )
+
+
+#: the tower of Qwen2.5-VL with two blocks that attend to whole frames
+WINDOWED = {
+    **{"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "depth": 4, "num_heads": 2, "patch_size": 8},
+    **{"spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 32, "fullatt_block_indexes": [1, 3]},
+}
+
+
+def _windowed(
+    family: str, config: str, tower: dict[str, Any], words: str, **text: Any
+) -> Callable[..., PreTrainedConfig]:
+    """A tower of Qwen2.5-VL, and a language model ``words`` with plain positions."""
+    return lambda overrides, vocabulary: getattr(transformers, config)(
+        vision_config={**WINDOWED, **tower},
+        text_config=_text(words, overrides, vocabulary, **text).to_dict(),
+        tie_word_embeddings=False,
+        **{f"{name}_id": _ids(family)[name] for name in ("image_token", "video_token")},
     )
 
 
@@ -1338,6 +1376,66 @@ _TABLE: dict[str, Family] = {
         mixed=True,
         sizes=((130, 60), (50, 60)),
     ),
+    "qianfan_ocr": Family(
+        config=_qianfan_ocr,
+        processor=_real(
+            "qianfan_ocr",
+            "QianfanOCRProcessor",
+            image_processor=_part(
+                "GotOcr2ImageProcessor", size=_square(64), crop_to_patches=True, min_patches=1, max_patches=4
+            ),
+            image_seq_length=16,
+        ),
+        tokens={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "image_placeholder_token": "<image>",
+        },
+        image="<image>\n",
+        sizes=((130, 60), (50, 60)),
+    ),
+    "deepseek_vl": Family(
+        config=_deepseek_vl,
+        processor=_real(
+            "deepseek_vl",
+            "DeepseekVLProcessor",
+            image_processor=_part("DeepseekVLImageProcessor", size=_square(42)),
+            num_image_tokens=36,
+        ),
+        tokens=IMAGE_TOKEN,
+        image="<image>\n",
+    ),
+    "exaone4_5": Family(
+        config=_windowed(
+            "exaone4_5",
+            "Exaone4_5_Config",
+            {"num_key_value_heads": 1},
+            "exaone4",
+            sliding_window=4096,
+            layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        ),
+        processor=_qwen_pixels("exaone4_5", "Exaone4_5_Processor", "Qwen2VLVideoProcessor", 16384),
+        tokens=QWEN_TOKENS,
+        image=QWEN_IMAGE,
+        video=QWEN_VIDEO,
+        **QWEN_MEDIA,
+    ),
+    "hyperclovax_vision_v2": Family(
+        config=_windowed(
+            "hyperclovax_vision_v2",
+            "HyperCLOVAXVisionV2Config",
+            {"model_type": "qwen2_5_vl_vision"},
+            "hyperclovax",
+            embedding_multiplier=2.0,
+            logits_scaling=0.5,
+        ),
+        processor=_qwen_pixels("hyperclovax_vision_v2", "HyperCLOVAXVisionV2Processor", "Qwen2VLVideoProcessor", 16384),
+        tokens=QWEN_TOKENS,
+        image=QWEN_IMAGE,
+        video=QWEN_VIDEO,
+        **QWEN_MEDIA,
+    ),
     "smolvlm": Family(
         config=_idefics3("smolvlm", "SmolVLMConfig"),
         processor=_smolvlm_processor,
@@ -1428,6 +1526,8 @@ _TABLE: dict[str, Family] = {
 
 _RELEASE = int(transformers.__version__.split(".")[1])
 if _RELEASE < 23:
+    # one came with 5.2x, the other was laid out otherwise
+    del _TABLE["hyperclovax_vision_v2"], _TABLE["exaone4_5"]
     # thinkers were laid out otherwise, and are refused
     del _TABLE["qwen2_5_omni"], _TABLE["qwen3_omni_moe"]
     # these are newer

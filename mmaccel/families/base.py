@@ -26,6 +26,7 @@ BOTH_WAYS = "lets tokens of a prompt attend to each other both ways"
 _OTHER_ROPE = (
     "cohere",
     "cohere2",
+    "exaone4",
     "gemma3_text",
     "gemma4_text",
     "gemma4_unified_text",

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from ..core.layout import Modality, Picture, Tile
 from .base import Facts, Family, block_mean, consecutive, raster_blocks
-from .tower import EncoderCall
+from .tower import IMAGENET_STD, EncoderCall
 
 _FRAME = re.compile(r"Frame\s*(\d+)\s*:\s*(?:<img>)?\s*$")
 
@@ -127,3 +127,22 @@ class InternVL(TiledByText):
             expected = number + 1
             offset += stop - start
         return pictures
+
+
+class QianfanOCR(InternVL):
+    """As InternVL, without clips; the layers of its tower lie directly in it."""
+
+    name = "qianfan_ocr"
+    model_types = ("qianfan_ocr",)
+    place = 1000
+    facts = Facts("yes, tiled", clips=False, merging="blocks of pixel shuffle")
+    reads_pages = True
+    layers_path = "layers"
+
+    @property
+    def usual_std(self) -> tuple[float, ...]:
+        return IMAGENET_STD
+
+    @property
+    def has_cls(self) -> bool:
+        return True

@@ -25,13 +25,12 @@ class Qwen2VL(PackedGrids, ThreeAxes):
     attention_name = "attn"
 
 
-class Qwen25VL(Qwen2VL):
-    """As Qwen2-VL, but the tower works in windows: every block sees window order, most attend only inside a window."""
+class Windowed(PackedGrids):
+    """Base of families whose tower works in windows: every block sees window order, most attend only inside a window."""
 
-    name = "qwen2_5_vl"
-    model_types = ("qwen2_5_vl",)
-    place = 7
     facts = Facts("yes, any size", cls=False, merging="2x2 blocks, in full-attention layers")
+    layers_path = "blocks"
+    attention_name = "attn"
 
     def merging_layers(self) -> list[int]:
         """The blocks that attend to whole frames: their keys can be compared, and the windows between them just shrink."""
@@ -63,6 +62,14 @@ class Qwen25VL(Qwen2VL):
             orders.append(offset + window.argsort(stable=True))
             offset += t * h * w
         return orders
+
+
+class Qwen25VL(Windowed, Qwen2VL):
+    """As Qwen2-VL, but the tower works in windows."""
+
+    name = "qwen2_5_vl"
+    model_types = ("qwen2_5_vl",)
+    place = 7
 
 
 class Qwen3VL(Qwen2VL):

@@ -56,8 +56,8 @@ def received(family: str, feed) -> Tensor:
     maps = [w.mean((1, 2)) for w in attention(family, feed, layer)]
     if family in PACKED:
         merged = torch.cat(maps, dim=1)[0, joined(family, feed["image_grid_thw"])].mean(1)
-        if family.startswith("qwen2_5"):
-            vision = watched(family).config.vision_config
+        vision = watched(family).config.vision_config
+        if hasattr(vision, "window_size"):
             sizes = vision.spatial_merge_size, vision.window_size, vision.patch_size
             merged = merged[get_vision_window_index(feed["image_grid_thw"], *sizes)[0].argsort()]
         return merged[None]

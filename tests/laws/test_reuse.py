@@ -66,6 +66,11 @@ def frames_of(feed: Any, hidden: Tensor) -> list[list[tuple[int, int]]]:
     return found
 
 
+def kept_channels(fused: Any) -> int:
+    """Channels of the keys, and of the values, that a projection makes beside as many queries as it reads."""
+    return (fused.out_features - fused.in_features) // 2
+
+
 @contextmanager
 def exchanged(model: Any, feed: Any, method: ReuseMethod) -> Iterator[None]:
     """The towers of a bare model that is given clips run so."""
@@ -86,8 +91,9 @@ def exchanged(model: Any, feed: Any, method: ReuseMethod) -> Iterator[None]:
         if not of_clips[0]:
             return
         if hasattr(module, "qkv"):
-            weight = module.qkv.weight.chunk(3)[1]
-            bias = None if module.qkv.bias is None else module.qkv.bias.chunk(3)[1]
+            shared = kept_channels(module.qkv)
+            weight = module.qkv.weight[-2 * shared : -shared]
+            bias = None if module.qkv.bias is None else module.qkv.bias[-2 * shared : -shared]
         else:
             project = module.k_proj if hasattr(module, "k_proj") else module.k
             weight, bias = project.weight, project.bias
@@ -104,7 +110,7 @@ def exchanged(model: Any, feed: Any, method: ReuseMethod) -> Iterator[None]:
 
     def values(module: Any, args: Any, output: Tensor) -> Tensor:
         flat = output.flatten(0, -2).clone()
-        part = flat[:, 2 * flat.shape[1] // 3 :] if module.out_features == 3 * module.in_features else flat
+        part = flat[:, -kept_channels(module) :] if module.out_features > module.in_features else flat
         part.copy_(part[source[0]])
         return flat.view(output.shape)
 

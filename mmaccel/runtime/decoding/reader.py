@@ -16,7 +16,8 @@ class Reader:
     """The cache of a model and what its next forward needs, as ``generate`` has prepared them.
 
     Where all layers keep keys of every token, rows may keep different numbers of tokens: slots of rejected ones stay, and are
-    masked. Elsewhere (windows, caches that a recipe has shaped) all rows keep as many as the one that keeps the fewest.
+    masked. Elsewhere (windows, caches that a recipe has shaped, models that count positions by slots) all rows keep as many as
+    the one that keeps the fewest.
 
     Parameters
     ----------
@@ -70,6 +71,8 @@ class Reader:
         )
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = length
+        # a model that counts slots would give rows with masked ones other positions
+        self.ragged = self.ragged and inputs.get("position_ids") is not None
         self.output = self.model(**inputs, **self.options, return_dict=True)
         self.unkept += length
         logits: Tensor = self.output.logits[:, -length:].float()

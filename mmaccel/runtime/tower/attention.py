@@ -34,8 +34,10 @@ def vision_attention(
     def attended(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
+        groups = query.shape[1] // key.shape[1]
+        every = key if groups == 1 else key.repeat_interleave(groups, 1)
         with without_autocast(query.device):
-            weighed = taps.see(output, module, query, key, mask, scale)
+            weighed = taps.see(output, module, query, every, mask, scale)
         # flash attention cannot add the weight of merged tokens to its logits
         name = "sdpa" if weighed is not mask and base not in BACKENDS else base
         return base_function(name, module)(module, query, key, value, weighed, scaling=scaling, **kwargs)

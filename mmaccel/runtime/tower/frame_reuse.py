@@ -116,19 +116,28 @@ class LayerParts:
         """Keys and values among the outputs that :meth:`watched` has ``seen``."""
         if self.fused is None:
             return seen[self.split[1]], seen[self.split[2]]
-        _, keys, values = seen[self.fused].chunk(3, dim=-1)
+        _, keys, values = seen[self.fused].split(self.widths(seen[self.fused].shape[-1]), dim=-1)
         return keys, values
+
+    def widths(self, whole: int) -> list[int]:
+        """Channels of queries, keys and values of a fused projection to ``whole``; queries may share keys."""
+        heads = self.attention.num_heads
+        shared = getattr(self.attention, "num_key_value_heads", heads)
+        each = whole // (heads + 2 * shared)
+        return [heads * each, shared * each, shared * each]
 
     def project(self, hidden: Tensor, part: int) -> Tensor:
         """Queries (0), keys (1) or values (2) of ``hidden [N, T, C]``."""
         if self.fused is None:
             projected: Tensor = self.split[part](hidden)
         elif type(self.fused) is nn.Linear and "forward" not in vars(self.fused):
-            weight, bias = self.fused.weight.chunk(3)[part], self.fused.bias
-            projected = functional.linear(hidden, weight, None if bias is None else bias.chunk(3)[part])
+            widths, bias = self.widths(len(self.fused.weight)), self.fused.bias
+            weight = self.fused.weight.split(widths)[part]
+            projected = functional.linear(hidden, weight, None if bias is None else bias.split(widths)[part])
         else:
             # packed, adapted, or loaded when it is called: nothing is known of its weight
-            projected = self.fused(hidden).chunk(3, dim=-1)[part]
+            whole = self.fused(hidden)
+            projected = whole.split(self.widths(whole.shape[-1]), dim=-1)[part]
         return projected
 
     def attend(
@@ -141,11 +150,14 @@ class LayerParts:
     ) -> Tensor:
         """``query [N, u, C]``, ``key`` and ``value [N, T, C]`` -> ``[N, u, C]``; ``mask [N, 1, u, T]`` bool. ``rotary``:
         cosines and sines of the positions of queries and keys."""
-        query, key, value = (x.unflatten(-1, (self.attention.num_heads, -1)) for x in (query, key, value))
+        head = query.shape[-1] // self.attention.num_heads
+        query, key, value = (x.unflatten(-1, (-1, head)) for x in (query, key, value))
         if self.norms:
             query, key = self.norms[0](query), self.norms[1](key)
         if rotary is not None:
             query, key = _rotated(query, *rotary[0]), _rotated(key, *rotary[1])
+        groups = query.shape[2] // key.shape[2]
+        key, value = (x if groups == 1 else x.repeat_interleave(groups, 2) for x in (key, value))
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         projected: Tensor = self.out(attended.transpose(1, 2).flatten(2))
