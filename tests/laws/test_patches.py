@@ -120,7 +120,7 @@ def _packed(model: Any, grids: Tensor, places: Tensor, queue: list[Any]) -> tupl
             blocks.append(first + rows[h // side, w // side].pop(0))
             first += h * w // side**2
     target = torch.cat(blocks)
-    tower = getattr(model.model, "visual", None)
+    tower = family_of(model).towers()[0]
     if hasattr(tower, "window_size"):
         order, _ = get_vision_window_index(grids, 2, tower.window_size, tower.patch_size)
         rank = order.argsort()
