@@ -251,11 +251,8 @@ class Accelerator(Handle):
         """Close a call that a keyboard interrupt left open; it is stale when the same module, or ``generate`` (None),
         starts again."""
         call = current(self.plan)
-        if (
-            call is not None
-            and call.inputs.opened_by is not None
-            and (module is None or call.inputs.opened_by is module)
-        ):
+        opened_by = None if call is None else call.inputs.opened_by
+        if call is not None and opened_by is not None and module in (None, opened_by):
             pop(call)
 
     def _close(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
