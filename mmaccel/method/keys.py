@@ -316,6 +316,19 @@ class Policy(CacheOptions):
         """
         raise NotImplementedError
 
+    #: whether :meth:`recall_by_logits` is called in place of :meth:`recall`
+    sees_logits: ClassVar[bool] = False
+
+    def recall_by_logits(self, logits: Tensor, visual: Tensor, count: Tensor) -> Tensor:
+        """As :meth:`recall`, from the logits of layer ``layer - 1``.
+
+        Parameters
+        ----------
+        logits : ``[B, Hq, m]`` float32, by place, of the prompt and of what followed; ``-inf`` where a head stores no key.
+        visual : ``[B, n]`` bool, the places of visual keys in the prompt. count : ``[B]`` long, how many of them to read.
+        """
+        raise NotImplementedError
+
     @property
     def mixes_heads(self) -> bool:
         """Scores or budgets of heads are compared, or a recall is shown their mean."""
@@ -324,7 +337,7 @@ class Policy(CacheOptions):
     @property
     def recalls(self) -> bool:
         """Whether :meth:`recall` is to be called at every decode step."""
-        return type(self).recall is not Policy.recall
+        return self.sees_logits or type(self).recall is not Policy.recall
 
     #: whether every layer chooses what it reads by its own query, in place of :meth:`recall`
     chooses_by_layer: ClassVar[bool] = False

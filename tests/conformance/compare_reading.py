@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from comparators import Arrays, Params, close, same_set
-from harness import CacheRun, make
+from harness import CacheRun, as_queries, make
 from mmaccel_kernels.quest import page_bounds
 from torch import Tensor
 
@@ -133,9 +133,95 @@ def squeezed_attention(params: Params, arrays: Arrays) -> None:
     close(torch.cat([policy.level(list(seen), share) for share in shares]), arrays["out_thresholds"])
 
 
+def clusterkv(params: Params, arrays: Arrays) -> None:
+    """With the vector's centroids; all tokens behind the prompt are read."""
+    query, total, sinks = arrays["in_q"], params["prompt_len"], params["sink"]
+    heads = query.shape[1] // arrays["in_k"].shape[1]
+    keys = by_query_head(arrays["in_k"][:, :, :total], query)
+    given = arrays["in_centroids"].repeat_interleave(heads, dim=0)[None]
+    none = torch.zeros(given.shape[:3], dtype=torch.bool)
+    policy = make("clusterkv", {"centroids": lambda self, keys, there: (given, none)}, sinks=sinks, layer=0)
+    run = prompted(policy, params["token_budget"], keys)
+    ours = read(run, query)
+    memory = run.state.shared.memory(SparseMemory)
+    assert memory is not None
+    labels = memory.layers[0].summary["labels"][0].long()
+    assert torch.equal(labels, arrays["out_labels"].repeat_interleave(heads, dim=0))
+    theirs = arrays["out_attn"][None] > 0
+    assert torch.equal(ours, theirs[..., :total]) and theirs[..., total:].all()
+    whole = torch.cat([ours, theirs[..., total:]], -1)
+    close(attended(query, by_query_head(arrays["in_k"], query), whole), arrays["out_attn"][None])
+
+
+def doublesparsity(params: Params, arrays: Arrays) -> None:
+    """In the channels that the vector gives; theirs ranks for every query head."""
+    query, keys = arrays["in_q"], by_query_head(arrays["in_k"], arrays["in_q"])
+    channels = arrays["in_sorted_channel"][None, :, : keys.shape[3] // params["group_factor"]]
+    policy = make(
+        "doublesparsity",
+        {"channels": lambda self, keys: channels},
+        group=params["group_factor"],
+        bits=params["label_bits"],
+    )
+    ours = read(prompted(policy, params["heavy_const"], keys), query)
+    assert torch.equal(ours, arrays["out_token_mask"])
+    close(attended(query, keys, ours), arrays["out_attn"])
+
+
+def pulse(params: Params, logits: Tensor, visual: Tensor, block: int) -> Tensor:
+    """``[n]`` bool: the places that the layers behind the one with ``logits [H, n]`` read; ``visual [n]``."""
+    number = int(visual.sum())
+    most = params["fixed_budget"] or params["budget_max"]
+    options = {"layer": 1, "tau": params["tau"], "least": params["budget_min"], "block": block}
+    policy = make("visionpulse", by_mass=params["fixed_budget"] is None, **options)
+    # a budget is a whole number here
+    count = int(torch.tensor(most) * number) if block == 1 else -int(-most * number // 1)
+    run, size = CacheRun(policy, max(1, count), layers=2, visual=visual), len(visual)
+    last = size - 1
+    assert not visual[last], "the step's own key is text"
+    query, key = as_queries(logits[None, :, None])
+    some = torch.zeros(1, len(logits), last, 1)
+    run.visual = visual[:last]
+    run.begin(last)
+    run.feed(some, some, some)
+    run.begin(1, prompt=False)
+    run.feed(some[:, :, :1], some[:, :, :1], query, seen_as=key)
+    ((first, chosen),) = run.forward.incoming.reads
+    assert chosen is not None and first == 1
+    return torch.cat([chosen.places[0], torch.ones(1, dtype=torch.bool)])
+
+
+def visionpulse(params: Params, arrays: Arrays) -> None:
+    """What later layers read; the layer that chooses reads everything here."""
+    key = arrays["k"].repeat_interleave(params["groups"], dim=0)
+    logits = torch.einsum("hd,hnd->hn", arrays["q"], key) * params["scaling"]
+    visual, query, later = arrays["visual"].bool(), arrays["q_later"], arrays["k_later"]
+    read = pulse(params, logits, visual, 1)
+    same_set((read & visual).nonzero()[:, 0], arrays["keep"])
+    assert (read | visual).all()
+    later, values = (x.repeat_interleave(params["groups"], dim=0) for x in (later, arrays["v_later"]))
+    weight = torch.einsum("hd,hnd->hn", query, later) * params["scaling"]
+    weight = weight.masked_fill(~read, -torch.inf).softmax(-1)
+    close(torch.einsum("hn,hnd->hd", weight, values), arrays["out_later"])
+
+
+def visionpulse_blocks(params: Params, arrays: Arrays) -> None:
+    block = params["block_size"]
+    for row, visual in enumerate(arrays["visual"].bool()):
+        read = pulse(params, arrays["logits"][row], visual, block)
+        theirs = arrays["kept_blocks"][row]
+        theirs = theirs[theirs >= 0]
+        places = (theirs[:, None] * block + torch.arange(block)).flatten()
+        same_set(read.nonzero()[:, 0], places[places < len(visual)])
+
+
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("mit-han-lab/Quest", "forward (q_len 1) / local_heavy_hitter_mask"): quest,
     ("pzs19/TokenSelect", "TokenRetriever.retrieval_indices / get_topk_tokens"): tokenselect,
     ("SqueezeAILab/SqueezedAttention", "run_global_threshold"): squeezed_attention,
+    ("sjtu-zhao-lab/ClusterKV", "build_cluster / cluster_attn_out"): clusterkv,
+    ("andy-yang-1/DoubleSparse", "LlamaAttention_heavy_hitter.forward (q_len 1)"): doublesparsity,
+    ("xxhhbbbb/VisionPulse", "visionpulse/modeling_qwen3_vl.py:eager_attention_forward"): visionpulse,
+    ("xxhhbbbb/VisionPulse", "visionpulse/triton/budget.py:build_sparse_decode_indices_q1"): visionpulse_blocks,
     ("hpcgroup/loki", "mask_attn_pca_topk"): loki,
 }

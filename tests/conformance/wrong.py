@@ -68,6 +68,9 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
     def recall(self: Policy, paid: Tensor, *others: Any) -> Tensor:
         return kind.recall(self, paid.roll(1, -1), *others)  # type: ignore[attr-defined]
 
+    def recall_by_logits(self: Policy, logits: Tensor, *others: Any) -> Tensor:
+        return kind.recall_by_logits(self, logits.roll(getattr(self, "block", 1), -1), *others)  # type: ignore[attr-defined]
+
     def rate(self: ReadingPolicy, step: ReadStep) -> Tensor:
         return kind.rate(self, step).roll(1, -1)  # type: ignore[attr-defined]
 
@@ -93,6 +96,8 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
         return {"rate": rate, "level": level} if kind.window else {"rate": rate}
     if issubclass(kind, RecallPolicy):
         return {"choose": choose, "moved": moved} if hasattr(kind, "moved") else {"choose": choose}
+    if issubclass(kind, Policy) and kind.sees_logits:
+        return {"recall_by_logits": recall_by_logits}
     if issubclass(kind, Policy):
         return {"recall": recall, "score": score} if kind.recall is not Policy.recall else {"score": score}
     if issubclass(kind, TokenMethod):

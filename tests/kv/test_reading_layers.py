@@ -649,7 +649,14 @@ def counted(recipe: Recipe | str, layers: int, steps: int = 3) -> list[simulated
 
 #: launches a layer above the bare model's in a step of one row whose pages are whole
 # checked by test_a_step_never_waits_and_launches_little
-LAUNCHES = {"quest": 3, "tokenselect": 5, "loki": 3, "squeezed-attention": 12}
+LAUNCHES = {
+    "quest": 3,
+    "tokenselect": 5,
+    "loki": 3,
+    "squeezed-attention": 12,
+    "clusterkv": 6,
+    "doublesparsity": 15,
+}
 
 
 @pytest.mark.parametrize("name", few(POLICIES, ["quest"]))

@@ -59,6 +59,8 @@ def sparse_read(policy: Policy, shared: Shared, layer: CompressedLayer, attentio
     if table is None or memory is None:
         return None
     device, heads = attention.query.device, attention.key.shape[1]
+    if policy.sees_logits:
+        return _by_logits(policy, table.to(device), memory, layer, attention)
     paid = attention.attention(0, 1)[:, :, 0].unflatten(1, (heads, -1))
     index = layer.index.by_head.long()
     # heads that store the same keys have one index
@@ -77,6 +79,28 @@ def sparse_read(policy: Policy, shared: Shared, layer: CompressedLayer, attentio
     if policy.steady and index.shape[1] == 1 and memory.left_out is None:
         memory.left_out = (visual & ~chosen).sum(1).tolist()
     return SparseRead(chosen | ~visual, layer.index, memory.left_out)
+
+
+def _by_logits(
+    policy: Policy, table: Tensor, memory: SparseMemory, layer: CompressedLayer, attention: LayerAttention
+) -> SparseRead:
+    """The same, chosen by the logits of its one token."""
+    logits = attention.logits(0, 1)[:, :, 0]
+    rows, heads, _ = logits.shape
+    index = layer.index.by_head.long()
+    own = index.repeat_interleave(heads // index.shape[1], dim=1)
+    by_place = logits.new_full((rows, heads, layer.seen + 1), -torch.inf)
+    # what is no key goes to a place behind the last
+    by_place = by_place.scatter(2, torch.where(own >= 0, own, layer.seen), logits)[..., : layer.seen]
+    end = table.shape[1]
+    at = torch.where((index >= 0) & (index < end), index, end)
+    stored = torch.zeros(*index.shape[:2], end + 1, dtype=torch.bool, device=index.device).scatter(2, at, True)
+    visual = (table[..., 0] >= 0) & stored.any(1)[:, :end]
+    memory.move(index.device)
+    chosen = policy.recall_by_logits(by_place, visual, memory.count)
+    chosen = check_tensor(policy, "recall_by_logits()", chosen, "bool", visual.shape, visual) & visual
+    memory.chosen = chosen
+    return SparseRead(chosen | ~visual, layer.index, None)
 
 
 def read_layer(
