@@ -39,6 +39,7 @@ from mmaccel.method import (
     TokenMethod,
 )
 from mmaccel.method.registry import methods
+from mmaccel.method.reread import RereadPolicy
 
 M = TypeVar("M", bound=Method)
 #: what tokens hold: noise, noise with many exact copies, or all the same
@@ -351,7 +352,7 @@ def keys_of(
         visual=visual,
         index=torch.where(valid, torch.arange(KEYS), -1),
         scaling=width**-0.5,
-        received=paid if policy.observes else None,
+        received=paid if policy.observes or isinstance(policy, RereadPolicy) else None,
         count=torch.full((rows,), 10),
         picture=torch.where(visual, 0, -1),
         cells=torch.where(visual[..., None], cells, -1),

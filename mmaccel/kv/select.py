@@ -74,7 +74,7 @@ def choose(policy: Policy, scores: Tensor, candidates: Tensor, count: Tensor) ->
     else:
         rivals = budgets.concentrated(scores, candidates, count) if how == "concentrated" else scores
         kept = per_head(scores, candidates, budgets.adaptive(rivals, candidates, count, floor, policy.official))
-    return kept if policy.budget == "exact" else kept & (scores > -torch.inf)
+    return kept & (scores > -torch.inf) if policy.drops_lowest else kept
 
 
 def per_head(scores: Tensor, of: Tensor, count: Tensor) -> Tensor:

@@ -89,6 +89,7 @@ CHOICES: Mapping[str, Mapping[str, float | None]] = {
         "entropy": None,
         "prefix": None,
         "variance": None,
+        "global": None,
     },
     "head_budget": {"uniform": None, "adaptive": 0.2, "concentrated": 0.2, "safeguard": 0.2},
     "compact": {
@@ -121,7 +122,8 @@ class CacheOptions(Method):
         ``sparsity`` (VL-Cache: more for layers in which the attention of the text after the pictures is less sparse;
         ``sparsity:0.8`` distributes 80 % uniformly and the rest like that); ``entropy`` (MEDA: more for layers whose attention
         is spread more evenly); ``prefix`` (PrefixKV: every layer keeps the same share of its summed scores); ``variance``
-        (D2O: more for layers whose scores vary less). All but the first three are known only at the end of the forward.
+        (D2O: more for layers whose scores vary less); ``global`` (KVzip: the best scores of all layers and heads stay, none may
+        be left in a layer). All but the first three are known only at the end of the forward.
     head_budget : how a layer's budget is distributed over its KV heads. ``uniform``; ``adaptive:0.2`` (AdaKV: heads compete
         for the budget, of which 20 % is distributed uniformly); ``concentrated:0.2`` (the same, with more weight for heads of
         concentrated attention); ``safeguard:0.2`` (the best 20 % of each head's share stay, and the rest compete).
@@ -214,6 +216,11 @@ class CacheOptions(Method):
         """Whether the kept keys of a head depend on this head alone."""
         layers = self.choice("layer_budget")[0] in ("uniform", "pyramid", "kvpress")
         return layers and self.choice("head_budget")[0] == "uniform" and not self.chunk
+
+    @property
+    def drops_lowest(self) -> bool:
+        """Whether what is scored ``-inf`` is dropped though the budget would keep it."""
+        return self.budget != "exact" or self.choice("layer_budget")[0] == "global"
 
     @property
     def scheduled(self) -> bool:

@@ -41,10 +41,11 @@ from ..method import (
     TokenMethod,
 )
 from ..method.refused import described, refuse
+from ..method.reread import RereadPolicy
 from ..method.results import check_type
 from ..recipe import Recipe, Stage
 from ..recipe.recipe import check_together
-from .cache.eviction import CachePolicy, EvictByDraft, EvictKeys
+from .cache.eviction import CachePolicy, EvictByDraft, EvictByReread, EvictKeys
 from .cache.packing import PackKeys
 from .cache.reading import ReadKeys, RecallKeys
 from .cache.recall import AskFrames, ReadFrames, RecallRun
@@ -355,6 +356,8 @@ def _policy(call: Call[ModelPlan], forward: Forward, state: CacheState) -> Cache
         return RecallKeys(forward, plan.policy, state)
     if plan.draft_policy is not None and isinstance(forward, Prompt):
         return EvictByDraft(call, forward, plan.draft_policy, state)
+    if isinstance(plan.policy.method, RereadPolicy) and isinstance(forward, Prompt):
+        return EvictByReread(call, forward, plan.policy, state)
     return EvictKeys(forward, plan.policy, state)
 
 

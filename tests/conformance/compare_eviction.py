@@ -12,6 +12,7 @@ from harness import CacheRun, NotOffered, make
 from torch import Tensor
 
 from mmaccel.method import LayerAttention, Policy
+from mmaccel.method.reread import Reread
 
 
 def against(run: CacheRun, arrays: Arrays, score: Tensor) -> None:
@@ -97,6 +98,68 @@ def merging(params: Params, arrays: Arrays) -> None:
     same_pairs(run, order, arrays["out_k"], arrays["out_v"])
 
 
+# --- a prompt that is read again --------------------------------------------------------------------------------------
+def kvzip(params: Params, arrays: Arrays) -> None:
+    """One stretch of a prompt, whose tokens that are read again stand behind it in the vector's keys."""
+    total, first, last = params["context_length"], params["start_idx"], params["end_idx"]
+    query, keys = arrays["in_q"], arrays["in_k"]
+    heads, values = keys.shape[1], arrays.get("in_v", keys)
+    inside = torch.zeros(total, dtype=torch.bool)
+    inside[first:last] = True
+    shape = 1, heads, total
+    given: dict[str, Any] = {}
+    if params["plus"]:
+        parts = arrays["in_w_o"].unflatten(1, (query.shape[1], -1)).unbind(1)
+        group = query.shape[1] // heads
+        lengths = [(values[:, n // group, :total] @ w.T).norm(dim=-1) for n, w in enumerate(parts)]
+        given = {"entering": arrays["in_hidden"].norm(dim=-1), "outgoing": torch.stack(lengths, dim=1)}
+    policy = make("kvzip", variant="exact", sinks=params["n_sink"], plus=params["plus"], joint=True)
+    layer = Reread(
+        query=query,
+        own=keys[:, :, total:],
+        real=torch.ones(query.shape[0], query.shape[2], dtype=torch.bool),
+        keys=keys[:, :, :total],
+        valid=torch.ones(shape, dtype=torch.bool),
+        stretch=inside.expand(shape),
+        scaling=keys.shape[3] ** -0.5,
+        **given,
+    )
+    seen = policy.see(layer)
+    score = again(policy, total // 2, [seen], keys[:, :, :total]).ranks[-1]
+    # the first keys stay, and everything behind the budget is out of the question
+    close(seen, arrays["out_score"])
+    free = score.isfinite()
+    close(score[free], arrays["out_score"][free])
+    assert free.any() and not free[..., : params["n_sink"]].any()
+
+
+def again(policy: Policy, count: float, seen: list[Tensor], keys: Tensor) -> CacheRun:
+    """A prompt in as many layers as there are figures ``seen`` while it was read again, ``[1, H, K]`` each."""
+    run = CacheRun(policy, count, layers=len(seen))
+    run.begin(keys.shape[2]).prompt.scores.reread = dict(enumerate(seen))
+    for layer in range(len(seen)):
+        run.feed(keys, keys, torch.zeros_like(keys), layer)
+    return run
+
+
+def together(params: Params, arrays: Arrays) -> None:
+    """One budget for all layers and heads: the share that is dropped in kvpress, that stays in the authors' program."""
+    score = arrays["in_score"]
+    layers, heads, total = score.shape
+    keys = torch.zeros(1, heads, total, 1)
+    shipped = "ratio_kept" in params
+    kept = 0 if shipped else score.numel() - int(score.numel() * params["compression_ratio"])
+    options = {"sinks": params.get("n_sink", 0), "joint": True}
+    if not shipped and params["layerwise"]:
+        raise NotOffered("one budget for the heads of each layer")
+    # kvpress keeps the last one too
+    retain = params["ratio_kept"] if shipped else (kept + 1.5) / score.numel()
+    run = again(make("kvzip", **options), retain, list(score[:, None]), keys)
+    ours = torch.stack([kept_mask(run, total, layer)[0] for layer in range(layers)])
+    theirs = arrays["out_kept"] == 1 if shipped else arrays["out_dropped"] == 0
+    assert torch.equal(ours, theirs)
+
+
 # --- while decoding ---------------------------------------------------------------------------------------------------
 def keyformer(params: Params, arrays: Arrays) -> None:
     """The prompt, then one token and one eviction a step; theirs count the slot of the token to come among the newest."""
@@ -180,6 +243,9 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ),
     ("NVIDIA/kvpress (PyPI kvpress)", "CapPress.score"): cap,
     ("NVIDIA/kvpress", "MergingPress.compress"): merging,
+    ("NVIDIA/kvpress (PyPI kvpress)", "KVzipPress.score_kvzip"): kvzip,
+    ("NVIDIA/kvpress (PyPI kvpress)", "KVzipPress.compress_post"): together,
+    ("snu-mllab/KVzip", "KVScore._threshold, ._threshold_uniform"): together,
     ("d-matrix-ai/keyformer-llm", "GPTJAttention._attn"): keyformer,
     ("ghadiaravi13/MorphKV", "LlamaAttentionMorph.morphkv_mask / DynamicCache.cleanup"): morphkv,
     ("jiwonsong-dev/ReasoningPathCompression", "RPCCluster.compress_kv"): rpc,

@@ -17,9 +17,8 @@ class ClusterKV(ReadingPolicy):
     The visual keys of every KV head are clustered once a prompt has been read: by k-means, which starts from evenly spaced
     keys, and then each key goes to the centroid of largest cosine. A step reads clusters in falling order of ``q . c`` until
     the budget is met exactly; of the last cluster the first keys. The authors choose for every query head, here those of one
-    KV head agree, and a key has the
-    best of its ratings. Text is always read; where the 16 first keys that the program always reads may be visual, say so with
-    ``sinks``.
+    KV head agree, and a key has the best of its ratings. Text is always read; where the 16 first keys that the program always
+    reads may be visual, say so with ``sinks``.
 
     Parameters
     ----------

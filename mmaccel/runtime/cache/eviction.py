@@ -23,7 +23,7 @@ from ..call.call import Call, current
 from ..call.forward import Forward, Prompt
 from ..call.plan import ModelPlan, PlannedStage, record
 from ..call.runs import KeysToRead, LayerAttended, Run, TextInputs
-from ..prompt import lookahead
+from ..prompt import lookahead, reread
 from .prompt_eviction import PromptEviction
 from .rules import CacheRules
 from .schedule import Schedule
@@ -212,6 +212,33 @@ class EvictByDraft(EvictKeys):
         with prompt.measured("selection", prompt.device):
             positions = self._arguments.get("position_ids")
             self.prompt.scores.behind = lookahead.text_behind(self.call, prompt, self.drafted_by, positions)
+        with without_autocast(self.forward.device):
+            super().finish()
+
+
+class EvictByReread(EvictKeys):
+    """Evict the keys of a prompt by what a policy observes while the prompt is read again."""
+
+    runs_model = True
+
+    def __init__(self, call: Call[ModelPlan], prompt: Prompt, stage: PlannedStage[Any], state: CacheState) -> None:
+        super().__init__(prompt, stage, state)
+        self.call, self._arguments = call, dict[str, Any]()
+
+    def before_text(self, text: TextInputs) -> None:
+        """Keep the arguments of the text model, which are not complete yet."""
+        with without_autocast(self.forward.device):
+            super().before_text(text)
+        self._arguments = text.arguments
+
+    def finish(self) -> None:
+        """Read the prompt again, and evict."""
+        assert self.prompt is not None
+        prompt = self.prompt.prompt
+        with prompt.measured("selection", prompt.device):
+            tokens = self.prompt.tokens.of_layer(0, prompt.device)
+            found = reread.read_again(self.call, prompt, self.stage.method, self._arguments, tokens.places)  # type: ignore[arg-type]
+            self.prompt.scores.reread = found
         with without_autocast(self.forward.device):
             super().finish()
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...core.budget import kept_whole, resolve
 from ...core.layout import Layout
+from ...core.reduction import top_mask
 from ...kv import budgets
 from ...kv.packed import QuantisedLayer
 from .rules import CacheRules
@@ -113,6 +114,27 @@ def by_content(
             ratios = budgets.variance_ratios(x.to(home).double() for x in spread)
             rows.append(budgets.by_shares(count, sizes, ratios.tolist()))
     return [list(column) for column in zip(*rows, strict=True)]
+
+
+def globally(stage: CacheRules, budget: list[int], waiting: list[Waiting], scores: list[Tensor]) -> list[Tensor]:
+    """The scores ``[B, Hkv, K]`` of all layers with ``-inf`` for what is not among the best of all layers and heads: as many
+    stay in the mean over both as the ``budget`` of each row says."""
+    home, parts = scores[0].device, []
+    for one, mine in zip(waiting, scores, strict=True):
+        visual = one.tokens.places >= 0 if stage.policy.joint else one.tokens.visual
+        among = visual.to(mine.device)[:, None].expand_as(mine)
+        parts.append((mine.flatten(1).to(home), among.flatten(1).to(home)))
+    heads = sum(one.shape[1] for one in scores)
+    ranked, among = (torch.cat(list(x), dim=1) for x in zip(*parts, strict=True))
+    whole = [n * heads for n in budget]
+    if stage.policy.official and isinstance(stage.retain, float):
+        # the program rounds the number of all keys, and drops the last that is within it
+        sizes = [[n * x.shape[1] for n in one.tokens.rivals] for one, x in zip(waiting, scores, strict=True)]
+        whole = [int(stage.retain * n) - 1 for n in map(sum, zip(*sizes, strict=True))]
+    count = torch.tensor(whole).clamp(min=0)
+    kept = top_mask(ranked, among, count.to(home)) | ~among
+    each = kept.split([one[0].numel() for one in scores], dim=1)
+    return [x.masked_fill(~mask.view_as(x).to(x.device), -torch.inf) for x, mask in zip(scores, each, strict=True)]
 
 
 def _same_tokens(scores: list[Tensor], waiting: list[Waiting], row: int) -> Iterator[tuple[Tensor, Tensor]]:

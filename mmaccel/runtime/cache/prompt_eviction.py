@@ -24,9 +24,10 @@ from ...kv.layer_batch import LayerBatch, batches, size
 from ...kv.scoring.importance import behind_pictures, entropy, share_seen
 from ...kv.select import choose, per_head
 from ...method import LayerAttention
+from ...method.reread import RereadPolicy
 from ..call.forward import Prompt
 from .evictor import Evictor, Uncounted
-from .layer_budgets import KNOWN, Waiting, by_content
+from .layer_budgets import KNOWN, Waiting, by_content, globally
 from .prompt_scores import Candidates, PromptScores
 from .prompt_tokens import PromptTokens
 from .rules import CacheRules
@@ -51,8 +52,9 @@ class PromptEviction:
         self.scores = PromptScores(rules, state, prompt)
         self.evictor = Evictor(rules, prompt, self.tokens, schedule)
         self.split = self.policy.choice("layer_budget")[0]
+        waits = self.policy.deferred or isinstance(self.policy, RereadPolicy) or prompt.plan.draft_policy is not None
         #: whether all layers wait for the end of the forward
-        self.late = self.policy.deferred or prompt.plan.draft_policy is not None or self.split not in KNOWN
+        self.late = waits or self.split not in KNOWN
 
     def note(self, number: int, device: torch.device) -> None:
         """Evict nothing, but note the prompt for steps that read only some of its keys."""
@@ -166,7 +168,12 @@ class PromptEviction:
             each += ranked.split(group.rows)
             if self.policy.official and self.split == "prefix":
                 raw += self.scores.raw(candidates).split(group.rows)
-        counts = by_content(self.rules, self.tokens.budget, waiting, each, raw)
+        if self.split == "global":
+            counts = [one.tokens.rivals for one in waiting]
+            best = globally(self.rules, self.tokens.budget, waiting, each)
+            scores = [torch.cat([best.pop(0) for _ in group.layers]) for group in groups]
+        else:
+            counts = by_content(self.rules, self.tokens.budget, waiting, each, raw)
         return {one.layer.number: count for one, count in zip(waiting, counts, strict=True)}, scores
 
     def _choose(self, candidates: Candidates, scores: Tensor, counts: Sequence[list[int]]) -> None:
@@ -183,7 +190,9 @@ class PromptEviction:
         lengths = count.minimum(torch.tensor(tokens.rivals))
         rivals, wins = sum(tokens.rivals[:rows]), lengths.view(-1, rows).sum(1).tolist()
         resolved = wins if self.rules.retain is not None else [rivals] * len(wins)
-        certain = policy.budget == "exact" and policy.choice("head_budget")[0] == "uniform"
+        if self.split == "global":
+            resolved = [sum(self.tokens.budget)] * len(wins)
+        certain = not policy.drops_lowest and policy.choice("head_budget")[0] == "uniform"
         if not policy.joint:
             if certain:
                 per_layer = zip(layers, lengths[:, None].split(rows), strict=True)

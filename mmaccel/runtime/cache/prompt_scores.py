@@ -39,12 +39,14 @@ class PromptScores:
 
     waiting : by number, layers whose attention has run and from which nothing is evicted yet.
     behind : the text that a draft has written behind the prompt, for policies that score by it.
+    reread : by number of a layer, what a policy has observed while the prompt was read again, ``[B, Hkv, K]`` float32.
     """
 
     def __init__(self, rules: CacheRules, state: CacheState, prompt: Prompt) -> None:
         self.rules, self.policy, self.state, self.prompt = rules, rules.policy, state, prompt
         self.waiting: dict[int, Waiting] = {}
         self.behind: TextBehind | None = None
+        self.reread: dict[int, Tensor] = {}
 
     def kind(self, layer: QuantisedLayer) -> Hashable:
         """A value that is equal for layers which can be rows of one batch."""
@@ -60,7 +62,9 @@ class PromptScores:
         queries, valid = joined([one.queries for one in waiting]), places >= 0
         expected = [one.expected for one in waiting if one.expected is not None]
         unrotated = [one.unrotated for one in waiting if one.unrotated is not None]
-        received = [one.received for one in waiting if one.received is not None]
+        width = places.shape[1]
+        again = [x[..., -width:] for one in layers.layers if (x := self.reread.get(one.number)) is not None]
+        received = again or [one.received for one in waiting if one.received is not None]
         batch = KeyBatch(
             keys=keys,
             values=values,
@@ -70,7 +74,7 @@ class PromptScores:
             visual=tokens.visual,
             index=places,
             scaling=waiting[0].scaling,
-            received=joined(received) if self.policy.observes else None,
+            received=joined(received) if self.policy.observes or again else None,
             count=tokens.count,
             picture=grid[..., 0],
             cells=grid[..., 1:],

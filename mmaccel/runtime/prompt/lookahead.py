@@ -147,25 +147,45 @@ def text_behind(
     """Queries, keys and values of the text that the draft of ``stage`` writes behind a prompt, whose keys the
     cache holds; nothing of it is stored. ``positions`` are those that the text model was given."""
     state, family, device = prompt.state, prompt.plan.family, prompt.device
+    assert state is not None
+    model, batch = prompt.plan.drafts[stage.number], len(prompt.layout.valid)
+    written, valid = draft.write(call, stage.method, model, batch, prompt.length, device)
+    end = prompt.seen + prompt.length
+    at = torch.arange(end, end + written.shape[1], device=device).expand_as(written)
+    behind = TextBehind(state.layers, family.stored_from, at.masked_fill(~valid, -1))
+    run_behind(call, prompt, behind, at, positions, {"input_ids": written})
+    return behind
+
+
+def run_behind(
+    call: Call[ModelPlan],
+    prompt: Prompt,
+    behind: TextBehind,
+    at: Tensor,
+    positions: Tensor | None,
+    given: dict[str, Tensor],
+) -> Tensor:
+    """Let the text model read a text at the places ``at [B, n]`` behind a prompt, without storing it; returns its last hidden
+    states ``[B, n, D]``. ``positions`` are those that the text model was given for the prompt, ``given`` the ids or
+    embeddings.
+    """
+    state, family, device = prompt.state, prompt.plan.family, prompt.device
     assert state is not None and state.positions.offset is not None
     offset, ahead = state.positions.offset, state.positions.ahead
-    model, batch = prompt.plan.drafts[stage.number], len(prompt.layout.valid)
     undo = [layer.snapshot() for layer in state.recurrent]
     try:
-        written, valid = draft.write(call, stage.method, model, batch, prompt.length, device)
-        end = prompt.seen + prompt.length
-        at = torch.arange(end, end + written.shape[1], device=device).expand_as(written)
         # an answer goes on behind all frames
         begins = offset.to(device) - (0 if ahead is None else ahead.to(device))
         places = at - begins[:, None]
         if positions is not None and positions.dim() == 3:
             places = places.expand(len(positions), -1, -1)
         states = iter(state.recurrent)
+        end = prompt.seen + prompt.length
         cache = Cache([next(states) if n in family.recurrent else _Passing(end) for n in range(family.depth)])
-        call.observer = behind = TextBehind(state.layers, family.stored_from, at.masked_fill(~valid, -1))
+        call.observer = behind
         with torch.no_grad():
-            family.text(
-                input_ids=written,
+            output = family.text(
+                **given,
                 position_ids=places,
                 attention_mask=family.mask_argument(None),
                 use_cache=False,
@@ -175,4 +195,5 @@ def text_behind(
         call.observer = None
         for restore in undo:
             restore()
-    return behind
+    hidden: Tensor = output.last_hidden_state
+    return hidden
