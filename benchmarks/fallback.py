@@ -27,7 +27,7 @@ from mmaccel.programs.bench import provenance
 from mmaccel.programs.tune.fallback import find_fallback
 
 SETS = ("pictures", "pictures-qwen", "clips")
-RECIPES = ("divprune", "balanced", "spacetime")
+RECIPES = ("divprune", "balanced", "coverage")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

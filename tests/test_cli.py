@@ -111,6 +111,21 @@ def test_ask_with_drafts_is_lossless(folder, capsys, drafts):
     assert "drafted tokens accepted" in output(capsys, *argv, "--recipe", "divprune", "--lossless", *drafts)
 
 
+def test_ask_falls_back(folder, capsys):
+    argv = ["ask", "--model", folder / "llava", folder / "a.png", "what?", "--recipe", "divprune", "--retain", 4]
+    report = json.loads(output(capsys, *argv, "--fallback", "1.0", "--json"))
+    assert report["agreement"]["same_answer"]
+    assert report["accelerated"]["stats"]["fallback"]["reading"] == [1]
+    assert "answer of reading" in output(capsys, *argv, "--fallback", "1.0")
+    for value, words in (
+        ("sure", "--fallback takes a threshold"),
+        ("auto", "mmaccel tune --fallback"),
+        ("7", "at most 1"),
+    ):
+        assert main([*map(str, argv), "--fallback", value]) == 2
+        assert words in capsys.readouterr().err
+
+
 def test_ask_says_what_a_shipped_model_knows(folder, capsys):
     """Whether it is named by its short name or its folder, or not at all."""
     said = [

@@ -56,9 +56,18 @@ def run(
     max_new_tokens: Longest = 64,
     frames: Frames = 16,
     fps: Annotated[float, typer.Option(metavar="N", help="Frames a second in a folder of frames.")] = 1.0,
+    fallback: Annotated[
+        str | None,
+        typer.Option(
+            metavar="THRESHOLD",
+            help="Read again, with all tokens, where a token of the answer is less likely, such as 0.9; auto: as mmaccel tune "
+            "--fallback has written into the recipe.",
+        ),
+    ] = None,
     output: Json = None,
 ) -> int:
     """Load, ask twice, print."""
+    settings = drafts.arguments() | ({} if fallback is None else {"fallback": _threshold(fallback)})
     shown, question = media_and_question(media or [], question)
     if not fps > 0:
         raise MmaccelError(f"--fps must be greater than 0, got {fps:g}.")
@@ -77,13 +86,13 @@ def run(
 
     # what the processor would drop, a model that answers as the full one does must see
     prepared = processor if drafts.lossless else prepare(processor, chosen)
-    with accelerated(model, chosen, processor=prepared, **drafts.arguments()):
+    with accelerated(model, chosen, processor=prepared, **settings):
         pass  # reports what the model does not support before the long run
     with working("answering in full and accelerated", 2) as bar:
         full = answer(model, processor, encode(processor, prompt), "none", max_new_tokens)
         bar.advance()
         small = encode(prepared, prompt)
-        fast = answer(model, prepared, small, chosen, max_new_tokens, drafts=drafts.arguments())
+        fast = answer(model, prepared, small, chosen, max_new_tokens, settings=settings)
     report = {
         "model": which.model or str(shipped(video)),
         "device": str(model.device),
@@ -96,6 +105,14 @@ def run(
     }
     tell(report, output, lambda: render(report))
     return 0
+
+
+def _threshold(text: str) -> float | bool:
+    """The value of ``--fallback``. Raises MmaccelError if it is neither a number nor ``auto``."""
+    try:
+        return text == "auto" or float(text)
+    except ValueError:
+        raise MmaccelError(f"--fallback takes a threshold such as 0.9, or auto, got {text[:40]!r}.") from None
 
 
 def media_and_question(media: list[str], question: str) -> tuple[list[str], str]:
@@ -210,10 +227,10 @@ def answer(
     longest: int,
     watch: TokenTimer | None = None,
     after: Callable[[Any, Any], None] | None = None,
-    drafts: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Answer:
     """Generate with a recipe and measure. ``watch`` is the streamer; ``after`` is called with the model, still accelerated, and
-    the output of ``generate``; ``drafts`` are ``lossless``, ``draft`` and ``lookup`` of ``accelerate_vlm``."""
+    the output of ``generate``; ``settings`` are further arguments of ``accelerate_vlm``."""
     import torch
 
     from ..accelerate import accelerated
@@ -226,7 +243,7 @@ def answer(
     check_positions(model, get_recipe(recipe), inputs, longest)
     cuda = model.device.type == "cuda"
     watch = watch or TokenTimer()
-    with torch.no_grad(), accelerated(model, recipe, processor=processor, **(drafts or {})):
+    with torch.no_grad(), accelerated(model, recipe, processor=processor, **(settings or {})):
         with memory_error("give fewer --frames, a smaller picture, or --dtype bfloat16"):
             # kernels of decode steps are compiled when they first run
             steps = min(longest, _WARM_UP)
@@ -313,6 +330,10 @@ def render(report: dict[str, Any]) -> str:
         rows.append(["forwards behind the prompt", str(full["new_tokens"] - 1), str(drafting["verifications"]), ""])
         rows.append(["drafted tokens accepted", "", "{accepted} of {drafted}".format(**drafting), ""])
         rows.append(["tokens a verification", "1.00", f"{drafting['tokens_a_verification']:.2f}", ""])
+    if fallback := fast["stats"].get("fallback"):
+        taken = f"{fallback['reading'][0] + 1} of {len(fallback['readings'])}"
+        rows.append(["answer of reading", "", taken, ""])
+        rows.append(["certainty of the last judged", "", f"{fallback['certainty'][0]:.3f}", ""])
     add("KV cache", "kv_bytes", nbytes)
     add("peak memory", "peak_memory_bytes", nbytes)
     shown = Path(located(report["model"])) in shipped_models().values()
