@@ -6,8 +6,9 @@ and every timing event is noted, each with the place in mmaccel that asked for i
 launch itself, which only notes the devices of its arguments; the numbers come from the kernel's plain definition.
 
 What it does not prove: speed; numerics of half precision on a GPU; order between streams and whether memory lives long
-enough; what real kernels compute. An operation counts as one launch, though some are several; attention is one. A copy to
-a device that is asked not to block is believed not to.
+enough; what real kernels compute. Pinned memory of the host that a device is shown is counted apart: bytes that are copied
+to and from it, by stream, and operations that read it where it is. An operation counts as one launch, though some are
+several; attention is one. A copy to a device that is asked not to block is believed not to.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from mmaccel.families import draft
 from mmaccel.families.load import load
+from mmaccel.kv import host
 
 #: operations that start no kernel beside views
 FREE = {"detach", "alias", "_unsafe_view", "lift_fresh", "_reshape_alias", "empty", "empty_like", "new_empty"}
@@ -53,12 +55,18 @@ class DevicesMixed(RuntimeError):
 
 @dataclass
 class Counts:
-    """What has been asked of the machine; ``waits`` and ``launches`` by (operation, place), ``kernels`` by name."""
+    """What has been asked of the machine; ``waits`` and ``launches`` by (operation, place), ``kernels`` by name.
+
+    moved : bytes that were copied over the bus, by ("to host" or "to device", "main" or "side", the stream).
+    remote : operations that read or write host memory where it is, by (operation, place).
+    """
 
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)
     kernels: Counter[str] = field(default_factory=Counter)
     events: int = 0
+    moved: Counter[tuple[str, str]] = field(default_factory=Counter)
+    remote: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def since(self, earlier: Counts) -> Counts:
         """What came on top of ``earlier``."""
@@ -67,11 +75,14 @@ class Counts:
             self.waits - earlier.waits,
             self.kernels - earlier.kernels,
             self.events - earlier.events,
+            self.moved - earlier.moved,
+            self.remote - earlier.remote,
         )
 
     def copy(self) -> Counts:
         """The counts as they stand."""
-        return Counts(Counter(self.launches), Counter(self.waits), Counter(self.kernels), self.events)
+        held = (self.launches, self.waits, self.kernels)
+        return Counts(*map(Counter, held), self.events, Counter(self.moved), Counter(self.remote))
 
 
 class SimulatedTensor(torch.Tensor):
@@ -119,7 +130,10 @@ class Machine:
 
     def __init__(self, devices: int) -> None:
         self.devices, self.current, self.counts = devices, 0, Counts()
+        self.stream = "main"
         self._quiet = 0
+        #: pinned buffers that a device was shown, by their addresses, which nobody else is given
+        self._pinned: dict[int, Tensor] = {}
 
     # --- what tests use ----------------------------------------------------------------------------------------------
     def put(self, thing: Any, device: str = "cuda:0") -> Any:
@@ -150,11 +164,27 @@ class Machine:
         """The content of a tensor, which no test waits for."""
         return x.numbers if isinstance(x, SimulatedTensor) else x
 
+    def shown(self, buffer: Tensor, device: torch.device) -> Tensor:
+        """Pinned memory of the host as a tensor of a device; see :func:`mmaccel.kv.host.on_device`."""
+        if device.type == "cpu":
+            return buffer.view(buffer.shape)
+        self._pinned[buffer.untyped_storage().data_ptr()] = buffer
+        return SimulatedTensor(buffer, device)
+
+    def remote(self, x: Any) -> bool:
+        """Whether a tensor of a device has its numbers in host memory."""
+        return isinstance(x, SimulatedTensor) and x.numbers.untyped_storage().data_ptr() in self._pinned
+
     # --- counting ----------------------------------------------------------------------------------------------------
     def wait(self, what: str) -> None:
         """The host waits."""
         if not self._quiet:
             self.counts.waits[what, place()] += 1
+
+    def reads(self, what: str, flat: list[Any]) -> None:
+        """An operation on these arguments, some of which may be in host memory."""
+        if not self._quiet and any(map(self.remote, flat)):
+            self.counts.remote[what, place()] += 1
 
     def launch(self, what: str) -> None:
         """A kernel starts."""
@@ -172,6 +202,7 @@ class Machine:
         else:
             wanted = mine[0].device if mine else None
         if not mine and (wanted is None or wanted.type != "cuda"):
+            kwargs.pop("pin_memory", None)
             return func(*args, **kwargs)
         if name in RESHAPES:
             raise NotImplementedError(f"{name} is not simulated")
@@ -225,11 +256,18 @@ class Machine:
             source, target = (args[0], wanted) if name == "_to_copy" else (args[1], args[0].device)
             if not source.numel():
                 return
+            at_home = [x.type == "cpu" or self.remote(y) for x, y in ((source.device, source), (target, args[0]))]
+            if name == "_to_copy":
+                at_home[1] = target is not None and target.type == "cpu"
+            if at_home[0] != at_home[1] and not self._quiet:
+                self.counts.moved["to host" if at_home[1] else "to device", self.stream] += source.nbytes
             asks = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
             if target is not None and source.device.type != target.type and (source.device.type == "cuda" or not asks):
                 self.wait(f"copy to {target.type}")
             self.launch(name)
             return
+        if not func.is_view and name not in FREE:
+            self.reads(name, tree_flatten((args, kwargs))[0])
         if _indexes(name):
             indices = [x for x in args[1] if isinstance(x, Tensor)]
             masks = [x for x in indices if x.dtype in (torch.bool, torch.uint8)]
@@ -298,6 +336,7 @@ class _Functions(TorchFunctionMode):
                     f"{func.__name__} expected all tensors to be on the same device, but found {sorted(devices)}"
                 )
             self.machine.launch(func.__name__)
+            self.machine.reads(func.__name__, flat)
             plain, options = tree_unflatten([x.numbers if isinstance(x, SimulatedTensor) else x for x in flat], spec)
             with _disable_current_modes():
                 return SimulatedTensor(func(*plain, **options), args[0].device)
@@ -320,9 +359,9 @@ class _Functions(TorchFunctionMode):
 
 
 class _Stream:
-    def __init__(self, machine: Machine, device: int) -> None:
+    def __init__(self, machine: Machine, device: int, name: str = "main") -> None:
         self.machine, self.device, self.device_index = machine, torch.device("cuda", device), device
-        self.cuda_stream = 0
+        self.cuda_stream, self.name = 0, name
 
     def synchronize(self) -> None:
         self.machine.wait("stream")
@@ -380,6 +419,14 @@ def _patches(machine: Machine) -> dict[str, Any]:
         machine.current = device if device >= 0 else before
         return before
 
+    @contextmanager
+    def on(stream: _Stream) -> Iterator[None]:
+        before, machine.stream = machine.stream, stream.name
+        try:
+            yield
+        finally:
+            machine.stream = before
+
     properties = SimpleNamespace(
         name="simulated", major=8, minor=0, multi_processor_count=4, total_memory=1 << 34, warp_size=32
     )
@@ -394,7 +441,8 @@ def _patches(machine: Machine) -> dict[str, Any]:
         "_maybe_exchange_device": exchange,
         "current_stream": lambda device=None: _Stream(machine, number(device)),
         "default_stream": lambda device=None: _Stream(machine, number(device)),
-        "Stream": lambda device=None, **options: _Stream(machine, number(device)),
+        "Stream": lambda device=None, **options: _Stream(machine, number(device), "side"),
+        "stream": on,
         "Event": lambda enable_timing=False, **options: _Event(machine, enable_timing),
         "synchronize": lambda device=None: machine.wait("synchronize"),
         "get_device_properties": lambda device=None: properties,
@@ -433,6 +481,7 @@ class _Launched:
                 f"kernel {self.name} was launched on cuda:{self.machine.current} with tensors of {sorted(map(str, devices))}"
             )
         self.machine.launch(self.name)
+        self.machine.reads(self.name, list(args))
         if not self.machine._quiet:
             self.machine.counts.kernels[self.name] += 1
 
@@ -486,6 +535,7 @@ def machine(devices: int = 1) -> Iterator[Machine]:
         _kernels(made, stack)
         loaded = lambda kind, name, where, load: _loaded(made, name, *where)  # noqa: E731
         stack.enter_context(mock.patch.object(draft, "load_once", loaded))
+        stack.enter_context(mock.patch.object(host, "on_device", made.shown))
         stack.enter_context(torch.no_grad())
         stack.enter_context(_Functions(made))
         stack.enter_context(_Dispatch(made))

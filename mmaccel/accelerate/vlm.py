@@ -29,7 +29,7 @@ from ..runtime.call.attention import TEXT
 from ..runtime.call.call import Call, CallInputs, VisionState, current, pop, push
 from ..runtime.call.forward import PromptResult, StageResult
 from ..runtime.call.hooks import TextHooks, show_dropped
-from ..runtime.call.plan import Kernels, ModelPlan, first_set
+from ..runtime.call.plan import Kernels, ModelPlan, Offload, first_set
 from ..runtime.call.vision_output import VisionOutput
 from ..runtime.graphs import captured
 from ..runtime.tower.attention import VISION
@@ -72,12 +72,13 @@ class Accelerator(Handle):
         kernels: Kernels = "auto",
         drafts: Drafts | None = None,
         fallback: Fallback | None = None,
+        offload: Offload | None = None,
     ) -> None:
         check_transformers()
         super().__init__(model)
         self.processor, self.fallback = processor, fallback
         self.drafts = drafts or Drafts(False, None, False)
-        self.plan = plan_model(recipe, family_of(model, processor), processor, kernels)
+        self.plan = plan_model(recipe, family_of(model, processor), processor, kernels, offload)
         self.plan.check_generation(model.generation_config)
         self._last: Call[ModelPlan] | None = None
         drafting_model = self.drafts.load(self.family)
@@ -136,7 +137,8 @@ class Accelerator(Handle):
 
     def again(self) -> Accelerator:
         """Accelerate the model again in the same way, after :meth:`remove`."""
-        return Accelerator(self._model, self.recipe, self.processor, self.kernels, self.drafts, self.fallback)
+        how = self.processor, self.kernels, self.drafts, self.fallback, self.plan.offload
+        return Accelerator(self._model, self.recipe, *how)
 
     # --- putting it on ----------------------------------------------------------------------------------------
     def _attach(self) -> None:
@@ -178,15 +180,11 @@ class Accelerator(Handle):
                     self._patch_attention(tower, VISION)
 
     # --- while it runs ----------------------------------------------------------------------------------------
-    def _call(self, asked: Any, cache: Any, opened_by: nn.Module | None = None) -> Call[ModelPlan]:
+    def _call(self, asked: Any, cache: Any, opened_by: Any = None, lossless: bool = False) -> Call[ModelPlan]:
         """The call for an argument ``mmaccel=asked``."""
-        plan = plan_for_call(self.plan, asked)
-        state = state_of(cache)
-        if asked is False and state is not None and state.seen:
-            raise UnsupportedError(
-                "This cache holds what mmaccel left of its prompt, which the bare model would misread; leave out "
-                "mmaccel=False, or begin with a new cache."
-            )
+        plan = plan_for_call(self.plan, asked, lossless)
+        if asked is False or lossless:
+            _check_bare(plan, cache)
         stats = Stats(plan.recipe.name, notes=list(plan.notes))
         return Call(plan, stats, VisionState(self.taps), CallInputs(opened_by), cache)
 
@@ -201,7 +199,7 @@ class Accelerator(Handle):
             self._drop_stale(None)
             # a loop of the caller's own, and that of a model that drafts, take no drafts
             drafted = bool(self.drafts) and mmaccel is not False and kwargs.get("custom_generate") is None
-            call = self._call(False if drafted and self.drafts.lossless else mmaccel, cache_in(kwargs))
+            call = self._call(mmaccel, cache_in(kwargs), lossless=drafted and self.drafts.lossless)
             call.plan.check_generation(*configs)
             call.expected.new = first_set("max_new_tokens", *configs)
             call.inputs.drafted = drafted or any(
@@ -297,6 +295,16 @@ class Accelerator(Handle):
         return None
 
 
+def _check_bare(plan: ModelPlan, cache: Any) -> None:
+    """Raise where the bare model would misread a cache; one in host memory it reads by a ``plan``."""
+    state = state_of(cache)
+    if state is not None and state.seen and (plan.offload is None or not state.whole):
+        raise UnsupportedError(
+            "This cache holds what mmaccel left of its prompt, which the bare model would misread; leave out mmaccel=False, "
+            "or begin with a new cache."
+        )
+
+
 def _encode(plan: ModelPlan, modality: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the encoding of pictures or clips: methods that look at the tower see what it gives in this call."""
     family = plan.family
@@ -308,7 +316,7 @@ def _encode(plan: ModelPlan, modality: Any, original: Callable[..., Any]) -> Cal
         if call is None or call.vision.running is not None:
             return original(*args, **kwargs)
         device = next(family.inner.parameters()).device
-        if not call.plan.stages:
+        if not (call.plan.stages or call.plan.active):
             # no tap and no method looks at the tower
             with call.stats.clock.measure("encoder", device):
                 return original(*args, **kwargs)
@@ -419,6 +427,7 @@ def accelerate_vlm(
     text_retain: float | None = None,
     proportional: Proportional | None = None,
     kernels: Kernels = "auto",
+    offload: Offload | None = None,
     lossless: bool = False,
     draft: Any = None,
     lookup: bool | str = False,
@@ -446,6 +455,9 @@ def accelerate_vlm(
         clips too, weigh as many as they represent; see :class:`Recipe`. By default ``"none"`` do.
     kernels : ``"auto"`` runs Triton kernels on GPUs on which they build; ``"off"`` runs their plain definitions for this model,
         whatever the device.
+    offload : ``"host"`` keeps keys and values in pinned host memory. A layer is fetched while the one before it computes; of
+        layers from which a step reads chosen keys only these cross the bus. Answers stay the same; steps are not captured. By
+        default the device has them.
     lossless : the answer is that of the bare model, token for token (in float32; in half precision up to ties that rounding
         decides; when sampling, in distribution). The recipe then shapes only what drafts: the model reads the whole prompt and
         verifies every token. Without a ``draft`` and ``lookup`` the model drafts for itself, where this can pay.
@@ -469,7 +481,7 @@ def accelerate_vlm(
     Raises
     ------
     MmaccelError
-        If it is not a model, or the recipe, a budget, an option or ``kernels`` is not valid.
+        If it is not a model, or the recipe, a budget, an option, ``kernels`` or ``offload`` is not valid.
     UnsupportedError
         If the family, the attention implementation or the generation config cannot honour the recipe.
 
@@ -510,7 +522,7 @@ def accelerate_vlm(
     drafts.check(chosen, processor)
     if net is not None and drafts:
         net.refuse_drafts(lossless)
-    exchange(Accelerator.on(target), lambda: Accelerator(target, chosen, processor, kernels, drafts, net))
+    exchange(Accelerator.on(target), lambda: Accelerator(target, chosen, processor, kernels, drafts, net, offload))
     if (caution := target.mmaccel.plan.caution) is not None:
         warnings.warn(f"{caution}.", stacklevel=2)
     return model
@@ -527,6 +539,7 @@ def accelerated(
     text_retain: float | None = None,
     proportional: Proportional | None = None,
     kernels: Kernels = "auto",
+    offload: Offload | None = None,
     lossless: bool = False,
     draft: Any = None,
     lookup: bool | str = False,
@@ -544,7 +557,7 @@ def accelerated(
     False
     """
     given: dict[str, Any] = {"retain": retain, "positions": positions, "variant": variant, "text_retain": text_retain}
-    given |= {"proportional": proportional, "processor": processor, "kernels": kernels, **options}
+    given |= {"proportional": proportional, "processor": processor, "kernels": kernels, "offload": offload, **options}
     given |= {"lossless": lossless, "draft": draft, "lookup": lookup, "fallback": fallback}
     return restored(lambda: accelerate_vlm(model, recipe, **given), lambda: Accelerator.on(_model(model)))
 

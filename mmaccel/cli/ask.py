@@ -20,7 +20,7 @@ import typer
 
 from ..core.shipped_models import located, shipped_models
 from ..errors import MmaccelError
-from .shared.options import DraftOptions, Frames, Json, Longest, ModelOptions, RecipeOptions
+from .shared.options import DecodeOptions, Frames, Json, Longest, ModelOptions, RecipeOptions
 from .shared.text import json_file, nbytes, seconds, table, tell, working
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ KNOWN = (
 def run(
     which: ModelOptions,
     how: RecipeOptions,
-    drafts: DraftOptions,
+    drafts: DecodeOptions,
     media: Annotated[
         list[str] | None, typer.Argument(metavar="PATH...", help="Pictures, or one video file or folder of frames.")
     ] = None,

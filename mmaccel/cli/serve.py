@@ -19,7 +19,17 @@ import typer
 
 from ..errors import MmaccelError
 from .ask import load_model, shipped
-from .shared.options import STDOUT, AllowHost, DraftOptions, Frames, Json, Longest, ModelOptions, RecipeOptions, Several
+from .shared.options import (
+    STDOUT,
+    AllowHost,
+    DecodeOptions,
+    Frames,
+    Json,
+    Longest,
+    ModelOptions,
+    RecipeOptions,
+    Several,
+)
 from .shared.text import json_file, working, write_json
 
 PLACE = 7
@@ -71,7 +81,7 @@ class Serving:
 def run(
     which: ModelOptions,
     how: RecipeOptions,
-    drafts: DraftOptions,
+    drafts: DecodeOptions,
     serving: Serving,
     frames: Frames = 16,
     max_new_tokens: Longest = 1024,

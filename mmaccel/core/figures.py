@@ -88,6 +88,10 @@ class CallStats(Figures):
     """Of a call with a fallback: all ``readings`` (recipe, budget, visual tokens kept), and of every row the number of the
     ``reading`` that its answer comes from and the ``certainty`` of the last answer that was judged. The other figures are those
     of the last reading. Empty without one."""
+    offload: dict[str, int]
+    """Of a call with ``offload="host"``, in bytes: the cache on the ``device`` and on the ``host``; what went over the bus,
+    ``fetched`` as whole layers, ``ahead`` those of them that were fetched while another layer computed, ``written`` to the
+    host, ``read`` as chosen keys (at most), and ``a_step`` all of it in a step behind the prompt. Empty without."""
     seconds: dict[str, float]
     """Seconds by part of the call; asking for them waits for the device."""
 
@@ -98,6 +102,8 @@ class CallStats(Figures):
             yield f"{self.prompt_tokens:,} tokens, none of them visual"
         if self.kv_bytes:
             yield f"KV {_bytes(self.kv_bytes_bare, self.kv_bytes)}"
+        if offload := self.get("offload"):
+            yield f"{_bytes(offload['host'], offload['host'])} of it in host memory"
         if drafting := self.get("drafting"):
             yield drafting_line(drafting)
         if fallback := self.get("fallback"):

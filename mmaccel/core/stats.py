@@ -98,6 +98,7 @@ class Stats:
     uncaptured: str = "steps are captured on CUDA, elsewhere with compile_config, and never those of beams or drafts"
     drafting: dict[str, Any] = field(default_factory=dict)
     fallback: dict[str, Any] = field(default_factory=dict)
+    offload: dict[str, int] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
 
     def as_dict(self) -> CallStats:

@@ -25,6 +25,7 @@ from ..core.transformers_api import (
     cache_in,
 )
 from ..errors import UnsupportedError
+from .host import parked
 from .index import KeyIndex
 from .layer import bare_bytes as bare_token_bytes
 from .packed import QuantisedLayer
@@ -55,6 +56,12 @@ class CacheState:
     def seen(self) -> int:
         """Tokens seen."""
         return self.layers[0].seen
+
+    @property
+    def whole(self) -> bool:
+        """Whether all tokens seen are stored in full precision."""
+        lengths = {len(index) for index in self.shared.each()}
+        return lengths <= {self.seen} and all(layer.packed.untouched for layer in self.layers)
 
     @property
     def positions(self) -> NextPositions:
@@ -92,7 +99,9 @@ class CacheState:
         self.shared.unpin()
 
     def trim(self) -> None:
-        """Give back what room is left for tokens that did not come."""
+        """Give back what room is left for tokens that did not come; that in host memory stays."""
+        if self.shared.host is not None:
+            return
         for layer in self.layers:
             layer.trim()
         for index in self.shared.each():
@@ -145,6 +154,10 @@ class CacheState:
     def nbytes(self) -> int:
         """Bytes held, counted on unique storages; room for tokens to come is among them."""
         return _nbytes([*self.shared.tensors(), *(t for layer in self.every for t in layer.tensors())])
+
+    def host_nbytes(self) -> int:
+        """Bytes of keys and values in host memory."""
+        return _nbytes(parked(t for layer in self.layers for t in layer.tensors()))
 
 
 def state_of(cache: Any) -> CacheState | None:
@@ -207,10 +220,15 @@ def bare_bytes(cache: Any, config: Any) -> int:
 def check_plain(cache: Cache) -> None:
     """Raise :class:`UnsupportedError` unless the layers of this cache can be adopted."""
     plain = (DynamicLayer, LinearAttentionLayer)
-    if getattr(cache, "offloading", False) or not all(isinstance(layer, plain) for layer in cache.layers):
+    if getattr(cache, "offloading", False):
+        raise UnsupportedError(
+            "mmaccel cannot use an offloaded cache of transformers, which moves a layer before its attention has run; leave it "
+            "out, and give offload='host' to accelerate_vlm, which keeps keys and values in host memory."
+        )
+    if not all(isinstance(layer, plain) for layer in cache.layers):
         kinds = {type(layer).__name__ for layer in cache.layers}
         raise UnsupportedError(
-            f"mmaccel needs a plain DynamicCache, not {type(cache).__name__} with {', '.join(sorted(kinds)) or 'offloading'}; "
+            f"mmaccel needs a plain DynamicCache, not {type(cache).__name__} with {', '.join(sorted(kinds))}; "
             "leave out the cache and cache_implementation."
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -63,6 +64,7 @@ class ForwardInfo:
     as_stored : whether layers may be read as they are stored: nothing but attention looks at their keys in this forward.
     phases : which tokens are left from which layer on, the first from layer 0.
     reads : what layers read in this forward from which one on, if not everything, rising.
+    where_parked : layers in host memory that are read there, since this forward reads few of their keys.
     weights : what is added to the logits of keys, see :class:`.shared.Shared`.
     expected_new_tokens : how many tokens may follow these at most, where that is known; no room is made for more.
     """
@@ -72,6 +74,7 @@ class ForwardInfo:
     as_stored: bool
     phases: list[tuple[int, Phase]] = field(default_factory=list)
     reads: list[tuple[int, SparseRead | None]] = field(default_factory=list)
+    where_parked: Collection[int] = ()
     weights: Tensor | None = None
     expected_new_tokens: int | None = None
 

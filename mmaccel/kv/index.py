@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -219,6 +219,10 @@ class KeyIndex:
                 added = torch.where(seen, added, torch.finfo(added.dtype).min)
             self._weighed = known = (weights, visible, self.upto, added)
         return known[3]
+
+    def move(self, moved: Callable[[Tensor, int], Tensor]) -> None:
+        """Replace the tensor by what ``moved(x, dim)`` returns, which shows the same; places that wait for it go on waiting."""
+        self._index = moved(self._index, -1)
 
     def trim(self) -> None:
         """Free the spare room."""

@@ -15,12 +15,12 @@ from ..core.transformers_api import DynamicLayer
 from .decoding import reads_as_stored
 from .forward_info import ForwardInfo, Phase
 from .growable import append, trimmed
+from .host_layer import HostLayer
 from .index import KeyIndex, leftmost, to_device
 from .packed_keys import PackedKeys
 from .ragged import Ragged
 from .schedule_state import ScheduleState
 from .shared import Shared
-from .shared_prefix import SharedPrefix
 
 
 def bare_bytes(keys: Tensor, values: Tensor) -> int:
@@ -79,7 +79,7 @@ class KeptKeys:
             begin = end
 
 
-class CompressedLayer(DynamicLayer):
+class CompressedLayer(HostLayer):
     """One layer's keys and values: ``keys``/``values [B, Hkv, K, D]``, after head-wise eviction behind a ragged part.
 
     Both have room for tokens to come behind them once one was added, see :func:`.growable.append`.
@@ -92,17 +92,11 @@ class CompressedLayer(DynamicLayer):
     bare_bytes : what the bare model's cache would hold of one token in one head.
     """
 
-    keys: Any
-    values: Any
-
     def __init__(self, shared: Shared, number: int) -> None:
-        super().__init__()
-        self.shared, self.number = shared, number
+        super().__init__(shared, number)
         self.seen = 0
         self.bare_bytes = 0
         self.window: int | None = None
-        self.ragged: Ragged | None = None
-        self.prefix: SharedPrefix | None = None
         self.packed = PackedKeys()
         self.schedule = ScheduleState()
 
@@ -155,6 +149,8 @@ class CompressedLayer(DynamicLayer):
         key_states, value_states = in_attention_dtype(*given)
         if self.shared.static_view is not None:
             return self.shared.static_view.layers[self.number].write(key_states, value_states)
+        if self.shared.host is not None:
+            self.fetch()
         incoming, new = self.shared.incoming, key_states.shape[-2]
         expected_new_tokens = None if incoming is None else incoming.expected_new_tokens
         self._note(incoming, key_states.shape[0], new, key_states.device)
@@ -176,8 +172,12 @@ class CompressedLayer(DynamicLayer):
         if reads_as_stored(self, incoming, key_states):
             # the attention function finds the others
             return self.keys, self.values
-        sparse = incoming.sparse(self.number)
-        return self.stored() if sparse is None else sparse.read(self.index, *self.stored())
+        if (sparse := incoming.sparse(self.number)) is None:
+            return self.stored()
+        keys, values = sparse.read(self.index, *self.stored())
+        if self.shared.host is not None and self.number in incoming.where_parked:
+            self.shared.host.moved.read += keys.nbytes + values.nbytes
+        return keys, values
 
     def _note(self, incoming: ForwardInfo | None, rows: int, new: int, device: torch.device) -> None:
         """Note where ``new`` keys of every row came from; without a forward that says so they follow those seen."""
@@ -227,6 +227,7 @@ class CompressedLayer(DynamicLayer):
             self.ragged = Ragged(*left.flat, longest=width)
             self.keys = keys.new_empty(rows, heads, 0, keys.shape[-1])
             self.values = values.new_empty(rows, heads, 0, values.shape[-1])
+        self._park()
 
     def trim(self) -> None:
         """Give back what room is left for tokens that did not come."""
@@ -270,6 +271,7 @@ class CompressedLayer(DynamicLayer):
         self.shared.crop(self.seen)
         self.schedule.crop(-tokens_to_remove)
         self._crop_stored()
+        self._park()
 
     def _crop_stored(self) -> None:
         """Drop keys of the places from ``seen`` on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -177,6 +177,12 @@ class QuantisedLayer(CompressedLayer):
         super().evict(stays)
         self._join(groups, dequantised)
 
+    def move(self, moved: Callable[[Tensor, int], Tensor]) -> None:
+        """Replace every tensor of keys and values, codes and scales by what ``moved(x, dim)`` returns."""
+        super().move(moved)
+        if self.packed.any_pages:
+            self.packed = self.packed.moved(moved)
+
     def tensors(self) -> Iterable[Tensor]:
         """Every tensor this layer holds."""
         yield from super().tensors()
@@ -185,6 +191,7 @@ class QuantisedLayer(CompressedLayer):
     def _select(self, rows: Tensor) -> None:
         super()._select(rows)
         self.packed = self.packed.select(rows)
+        self._park()
 
     def share(self, rows: Tensor) -> None:
         """Select ``rows [n]`` long, of which each may come several times; what they store stays stored once, in front of what
@@ -230,6 +237,7 @@ class QuantisedLayer(CompressedLayer):
         if self.schedule.received is not None:
             figures = [group.received for group in groups if group.received is not None]
             self.schedule.received = torch.cat([*figures, self.schedule.received], dim=-1)
+        self._park()
 
 
 def _behind(x: Tensor, width: int) -> Tensor:

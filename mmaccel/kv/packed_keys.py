@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-from mmaccel_kernels.pages import Pages
+from mmaccel_kernels.pages import Pages, Plane
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -240,6 +240,19 @@ class PackedKeys:
         dequantised = None if self.dequantised is None else self.dequantised[rows.to(self.dequantised.device)]
         pages = tuple(one and one.selected(rows.to(one.table.device)) for one in self.pages)
         return PackedKeys(pages, self.widths, (None,) * len(pages), dequantised)
+
+    def moved(self, move: Callable[[Tensor, int], Tensor]) -> PackedKeys:
+        """The same with codes and scales replaced by what ``move(x, dim)`` returns, which shows the same."""
+
+        def plane(one: Plane) -> Plane:
+            zero = None if one.zero is None else move(one.zero, 0)
+            return replace(one, codes=move(one.codes, 0), scale=move(one.scale, 0), zero=zero)
+
+        pages = (
+            one and replace(one, keys=tuple(map(plane, one.keys)), values=tuple(map(plane, one.values)))
+            for one in self.pages
+        )
+        return replace(self, pages=tuple(pages))
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -47,6 +49,12 @@ class Ragged:
     def to(self, dtype: torch.dtype) -> Ragged:
         """The same in another precision."""
         return Ragged(self.keys.to(dtype), self.values.to(dtype), self.lengths, self.longest)
+
+    def moved(self, move: Callable[[Tensor, int], Tensor]) -> Ragged:
+        """The same with keys and values replaced by what ``move(x, dim)`` returns, which shows the same."""
+        made = copy.copy(self)
+        made.keys, made.values = move(self.keys, 0), move(self.values, 0)
+        return made
 
     def trim(self) -> None:
         """Give back the room behind what is stored."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import MmaccelError, UnsupportedError
 from .forward_info import ForwardInfo
+from .host import HostStore
 from .index import KeyIndex
 from .places import Places
 from .positions import NextPositions
@@ -49,6 +50,7 @@ class Shared:
     memories : the memory of every mechanism that has one, by its class; see :meth:`memory`.
     incoming : the tokens of the forward that is being run, while one is.
     static_view : the tensors that layers write and read while captured steps run.
+    host : copies keys and values to and from host memory, if they are kept there.
     stream : all pictures are stretches of one clip, whose frames are counted on.
     broken : a forward was broken off; layers may hold different tokens.
     windowed : some layers of the model have sliding windows.
@@ -60,6 +62,7 @@ class Shared:
     memories: dict[type[Memory], Memory] = field(default_factory=dict)
     incoming: ForwardInfo | None = None
     static_view: StaticView | None = None
+    host: HostStore | None = None
     stream: bool = False
     broken: bool = False
     windowed: bool = False
@@ -120,6 +123,8 @@ class Shared:
         """The forward is over, as a ``whole`` or broken off: let go of it, and of the masks that were made for it."""
         self.incoming = None
         self.broken |= not whole
+        if self.host is not None:
+            self.host.end_forward()
         for index in self.each():
             index.forget()
 

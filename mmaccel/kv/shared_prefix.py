@@ -7,7 +7,7 @@ shared keys, which are so read once a batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -67,6 +67,11 @@ class SharedPrefix:
         """The same in another precision."""
         ragged = None if self.ragged is None else self.ragged.to(dtype)
         return replace(self, keys=self.keys.to(dtype), values=self.values.to(dtype), ragged=ragged)
+
+    def moved(self, move: Callable[[Tensor, int], Tensor]) -> SharedPrefix:
+        """The same with keys and values replaced by what ``move(x, dim)`` returns, which shows the same."""
+        ragged = None if self.ragged is None else self.ragged.moved(move)
+        return replace(self, keys=move(self.keys, -2), values=move(self.values, -2), ragged=ragged)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held."""

@@ -278,9 +278,9 @@ class VideoSession:
 
     def _accelerated(self) -> AbstractContextManager[Any]:
         held = Accelerator.on(self.model)
-        kernels = "auto" if held is None else held.kernels
+        how: dict[str, Any] = {} if held is None else {"kernels": held.kernels, "offload": held.plan.offload}
         recipe = _streaming(self._recipe, self._recall, self.cap_tokens, self._prefix)
-        return accelerated(self.model, recipe, processor=self.processor, kernels=kernels)
+        return accelerated(self.model, recipe, processor=self.processor, **how)
 
 
 def _tokens(encoded: Any, part: slice, model: Any) -> dict[str, Tensor]:

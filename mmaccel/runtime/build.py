@@ -46,12 +46,22 @@ from ..method.results import check_type
 from ..recipe import Recipe, Stage
 from ..recipe.recipe import check_together
 from .cache.eviction import CachePolicy, EvictByDraft, EvictByReread, EvictKeys
+from .cache.offload import FetchKeys, ParkKeys
 from .cache.packing import PackKeys
 from .cache.reading import ReadKeys, RecallKeys
 from .cache.recall import AskFrames, ReadFrames, RecallRun
 from .call.call import Call
 from .call.forward import Continuation, Forward, Prompt
-from .call.plan import EncoderPlan, Kernels, ModelPlan, PlannedStage, cautions, checked_kernels
+from .call.plan import (
+    EncoderPlan,
+    Kernels,
+    ModelPlan,
+    Offload,
+    PlannedStage,
+    cautions,
+    checked_kernels,
+    checked_offload,
+)
 from .call.runs import Run, TextInputs
 from .layers import reactivation
 from .layers.chunked_prefill import ChunkedPrefill
@@ -82,7 +92,9 @@ def plan_encoder(recipe: Recipe, towers: Towers, kernels: Kernels) -> EncoderPla
     return EncoderPlan(recipe, towers, (stage,), stage, kernels=checked_kernels(kernels))
 
 
-def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels) -> ModelPlan:
+def plan_model(
+    recipe: Recipe, family: Family, processor: Any, kernels: Kernels, offload: Offload | None = None
+) -> ModelPlan:
     """The plan of a model; raises :class:`MmaccelError` if a value is invalid, the family lacks what a method needs, a layer is
     out of reach, or pixels are to be reduced that no prepared ``processor`` reduces."""
     notes: list[str] = []
@@ -112,6 +124,7 @@ def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels)
         stages,
         notes=tuple(notes),
         kernels=checked_kernels(kernels),
+        offload=checked_offload(offload),
         stage_at_layer=at_layer,
         token_groups=token_groups({stage.number: stage.method for stage in _of(Codec, stages)}),
         text_towers={
@@ -224,14 +237,16 @@ def _text_tower(method: TokenMethod, name: str, family: Family, processor: Any) 
     return tower
 
 
-def plan_for_call(plan: ModelPlan, asked: bool | Mapping[str, Any] | None) -> ModelPlan:
+def plan_for_call(plan: ModelPlan, asked: bool | Mapping[str, Any] | None, lossless: bool = False) -> ModelPlan:
     """The plan of one call: ``plan`` (None, True), one in which nothing happens (False), or one with other values of
-    :data:`PER_CALL`; raises :class:`MmaccelError` if a value cannot change for one call, or is invalid."""
+    :data:`PER_CALL`; where a draft is verified for the bare model's answer (``lossless``) one in which nothing happens but
+    that keys are where those of ``plan`` are. Raises :class:`MmaccelError` if a value is invalid or cannot change."""
+    if asked is False or lossless:
+        notes = ("mmaccel=False: the bare model ran",)
+        offload = plan.offload if lossless else None
+        return ModelPlan(Recipe("none"), plan.towers, (), None, notes, plan.kernels, origin=plan, offload=offload)
     if asked is None or asked is True:
         return plan
-    if asked is False:
-        notes = ("mmaccel=False: the bare model ran",)
-        return ModelPlan(Recipe("none"), plan.towers, (), None, notes, plan.kernels, origin=plan)
     if not isinstance(asked, Mapping):
         raise MmaccelError(
             f"mmaccel={asked!r} says nothing about a call; give {{'retain': 0.1}} or the like, or False for the bare model."
@@ -283,10 +298,20 @@ def _in_variant(plan: ModelPlan, recipe: Recipe) -> tuple[PlannedStage[Any], ...
 # --- runs -------------------------------------------------------------------------------------------------------------
 def make_runs(call: Call[ModelPlan], forward: Forward) -> Iterator[Run]:
     """The work of a plan in one forward of the text model, in the order in which it is done."""
+    fetch = None if call.plan.offload is None or forward.state is None else FetchKeys(forward, forward.state)
+    if fetch is not None:
+        yield fetch
+    policy: CachePolicy | None = None
+    runs: Iterator[Run] = iter(())
     if isinstance(forward, Prompt):
-        yield from _runs_of_prompt(call, forward)
+        runs = _runs_of_prompt(call, forward)
     elif isinstance(forward, Continuation):
-        yield from _runs_behind(call, forward)
+        runs = _runs_behind(call, forward)
+    for run in runs:
+        policy = run if isinstance(run, CachePolicy) else policy
+        yield run
+    if fetch is not None:
+        yield ParkKeys(fetch, policy, call.expected.after(forward.seen + forward.length))
 
 
 def _runs_of_prompt(call: Call[ModelPlan], prompt: Prompt) -> Iterator[Run]:

@@ -163,6 +163,16 @@ class DraftOptions:
         return {name: value for name, value in vars(self).items() if value not in (False, None)}
 
 
+@dataclass(frozen=True)
+class DecodeOptions(DraftOptions):
+    """Drafts that the model verifies, and the memory that holds its keys and values."""
+
+    offload: Annotated[
+        Literal["host"] | None,
+        typer.Option(help="Keep keys and values in host memory, and fetch each layer while the one before computes."),
+    ] = None
+
+
 def settings(texts: Sequence[str] | None) -> dict[str, Any]:
     """Options by name, from texts such as ``layer=3``. Raises MmaccelError if a text is no option, its value cannot be read, or
     an option comes twice."""

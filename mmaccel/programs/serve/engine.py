@@ -117,7 +117,7 @@ def _killing(stop: threading.Event) -> Iterator[Callable[[subprocess.Popen[bytes
 
 class Engine(ModelSlot):
     """A bare ``model`` of a supported family with its ``processor``, on which a recipe stays. Raises MmaccelError if the model
-    cannot honour the recipe. ``drafts`` are ``lossless``, ``draft`` and ``lookup`` of ``accelerate_vlm``."""
+    cannot honour the recipe. ``drafts`` are ``lossless``, ``draft``, ``lookup`` and ``offload`` of ``accelerate_vlm``."""
 
     def __init__(
         self,

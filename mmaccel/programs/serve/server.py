@@ -76,7 +76,7 @@ def make_scheduler(
 
     several : requests that are answered at once.
     waiting : requests that may wait.
-    drafts : ``lossless``, ``draft`` and ``lookup`` of ``accelerate_vlm``.
+    drafts : ``lossless``, ``draft``, ``lookup`` and ``offload`` of ``accelerate_vlm``.
     """
     # copied while the model is bare
     first = ModelSlot(model, processor, 0)

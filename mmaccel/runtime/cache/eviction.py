@@ -5,7 +5,7 @@ What happens at the end of a prompt is in :mod:`.prompt_eviction`, what happens 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -50,6 +50,11 @@ class CachePolicy(Run):
     def released(self, number: int) -> list[int]:
         """Layers from which nothing is evicted any more in this forward, since the attention of layer ``number`` has run."""
         return [number]
+
+    @property
+    def waiting(self) -> Collection[int]:
+        """Layers that have attended and are evicted from soon, together with others."""
+        return () if self.prompt is None or self.prompt.late else self.prompt.scores.waiting
 
     def finish(self) -> None:
         """Add the keys of a prompt to the statistics, as means over layers: candidates, their budget, and how many stay."""

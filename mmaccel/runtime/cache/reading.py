@@ -11,7 +11,7 @@ from ..call.forward import Forward
 from ..call.plan import PlannedStage
 from ..call.runs import KeysToRead, LayerAttended
 from .eviction import CachePolicy
-from .sparse_read import first_layer, packed_read, prepare_reads, read_layer, sparse_read
+from .sparse_read import first_layer, note_read, packed_read, prepare_reads, read_layer, sparse_read
 
 
 class RecallKeys(CachePolicy):
@@ -53,6 +53,8 @@ class ReadKeys(CachePolicy):
         chosen = read_layer(self.reading, held, layer.query, key, layer.scaling)
         if chosen is None:
             return None
+        if layer.number in self.forward.incoming.where_parked:
+            note_read(held, chosen, self.reading.summarises)
         pages = packed_read(held, chosen) if layer.as_stored and layer.visible is None else None
         return KeysToRead(chosen, pages)
 

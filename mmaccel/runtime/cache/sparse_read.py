@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from mmaccel_kernels.chosen import ChosenKeys, chosen_attention
@@ -200,6 +200,15 @@ def packed_read(layer: QuantisedLayer, chosen: ChosenKeys) -> Pages | None:
     return held.listed.read(pages, chosen.picked, chosen.counts)
 
 
+def note_read(layer: QuantisedLayer, chosen: ChosenKeys, summarises: bool) -> None:
+    """Count the bytes of the ``chosen`` keys of a parked layer, at most, and of all its keys unless a summary is rated."""
+    host, (rows, heads, _, width) = layer.shared.host, layer.keys.shape
+    assert host is not None
+    keys = chosen.always.shape[2] + len(layer.index) - chosen.stored + chosen.picked.shape[2] * chosen.units.shape[3]
+    every = 0 if summarises else len(layer.index) * width
+    host.moved.read += rows * heads * (keys * (width + layer.values.shape[3]) + every) * layer.keys.element_size()
+
+
 def _listed(held: LayerRead, pages: Pages) -> LayerRead:
     """The same, which knows how ``pages`` are listed where they are chosen."""
     choices = held.choices
@@ -271,13 +280,39 @@ def pinned_reads(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> dic
 
 def unpinnable(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> str:
     """Reason why steps cannot choose the keys that they read of these layers while they are pinned; empty if they can."""
-    for layer in layers[first_layer(policy, len(layers)) :]:
-        if layer.ragged is not None:
-            return f"{policy.name} chooses from heads that store different counts"
-        whole = policy.summarises and layer.packed.only is not None and layer.gapless and layer.window is None
-        if layer.packed.any_pages and not whole:
-            return f"{policy.name} decodes packed keys at every step before it reads them"
+    return next(filter(None, (_copies(policy, layer) for layer in layers[first_layer(policy, len(layers)) :])), "")
+
+
+def _copies(policy: Policy, layer: QuantisedLayer) -> str:
+    """Why all keys of a layer are copied before some are read; empty if they are read where they are."""
+    if layer.prefix is not None:
+        return f"{policy.name} chooses from keys that rows share"
+    if layer.ragged is not None:
+        return f"{policy.name} chooses from heads that store different counts"
+    by_page = policy.chooses_by_layer and cast(ReadingPolicy, policy).summarises
+    whole = by_page and layer.packed.only is not None and layer.gapless and layer.window is None
+    if layer.packed.any_pages and not whole:
+        return f"{policy.name} decodes packed keys at every step before it reads them"
     return ""
+
+
+def chosen_layers(policy: Policy, layers: Sequence[QuantisedLayer]) -> frozenset[int]:
+    """The layers of which a step reads chosen keys, without copying the others."""
+    shared = layers[0].shared
+    memory = shared.memory(SparseMemory)
+    if not policy.recalls or memory is None or shared.places.grid_table is None:
+        return frozenset()
+    above = layers[first_layer(policy, len(layers)) :]
+    chosen = set()
+    for layer in above:
+        if policy.chooses_by_layer:
+            held = memory.layers.get(layer.number)
+            known = held is not None and held.choices.index() is layer.index and not held.choices.everything
+        else:
+            known = True
+        if known and not _copies(policy, layer):
+            chosen.add(layer.number)
+    return frozenset(chosen)
 
 
 def prepare_reads(

@@ -187,10 +187,20 @@ class Call(Generic[P]):
         if self.cache is not None:
             self.stats.kv_bytes = cache_bytes(self.cache)
             self.stats.kv_bytes_bare = bare_bytes(self.cache, config)
+            self._note_offload()
         self.vision.outputs.clear()
         self.vision.running = self.cache = None
         self.inputs, self.text = CallInputs(opened_by=self.inputs.opened_by), TextState()
         self.states.clear()
+
+    def _note_offload(self) -> None:
+        """Complete the figures of keys and values in host memory."""
+        figures, state = self.stats.offload, state_of(self.cache)
+        if not figures or state is None:
+            return
+        host, in_steps = state.host_nbytes(), figures.pop("in_steps", 0)
+        figures |= {"device": self.stats.kv_bytes - host, "host": host}
+        figures["a_step"] = in_steps // max(1, self.stats.decode_steps)
 
 
 _calls: ContextVar[tuple[Call[Any], ...]] = ContextVar("mmaccel_calls", default=())

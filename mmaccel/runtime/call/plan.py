@@ -28,6 +28,9 @@ from ...method import (
 )
 from ...recipe import Recipe, losses
 
+#: where keys and values are kept that no layer reads
+Offload = Literal["host"]
+
 M = TypeVar("M", bound=Method, covariant=True)
 
 #: whether Triton kernels run where they build, or their plain definitions everywhere
@@ -101,6 +104,7 @@ class ModelPlan(Plan):
     reactivates : whether tokens that layers drop may come back.
     choosers : names of methods that do nothing but choose frames.
     text_towers : by name, for methods that read the question with CLIP.
+    offload : ``"host"`` where keys and values are kept in host memory; None for the device.
     drafts : by the number of the stage, the smaller models that read the prompt first.
     """
 
@@ -118,6 +122,12 @@ class ModelPlan(Plan):
     draft_policy: PlannedStage[DraftPolicy] | None = None
     reactivates: bool = False
     choosers: tuple[str, ...] = ()
+    offload: Offload | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether anything happens between pixels and the cache, or to what the cache holds."""
+        return self.offload is not None or super().active
 
     @property
     def family(self) -> Family:
@@ -150,13 +160,23 @@ class ModelPlan(Plan):
                 f"Recipe {self.recipe.name!r} compresses the KV cache ({', '.join(at_work)}), and use_cache=False makes none; "
                 "leave out use_cache=False, or use a recipe that works before or inside the language model."
             )
+        if use_cache is False and self.offload is not None:
+            raise UnsupportedError(
+                "offload='host' keeps the KV cache in host memory, and use_cache=False makes none; leave out one of them."
+            )
 
     def check_generation(self, *configs: Any) -> None:
         """Caches and prefill modes that cannot be honoured are refused, not quietly run in full; the first config that
         says something counts."""
         if not self.active:
             return
-        if (cache := first_set("cache_implementation", *configs)) not in (None, "dynamic"):
+        cache = first_set("cache_implementation", *configs)
+        if cache == "offloaded":
+            raise UnsupportedError(
+                "cache_implementation='offloaded' moves a layer before its attention has run; leave it out, and give "
+                "offload='host' to accelerate_vlm, which keeps keys and values in host memory."
+            )
+        if cache not in (None, "dynamic"):
             raise UnsupportedError(
                 f"cache_implementation={cache!r} cannot hold a reduced prompt; leave it out (a dynamic cache is used)."
             )
@@ -205,6 +225,15 @@ def checked_kernels(kernels: Kernels) -> Kernels:
     if kernels not in ("auto", "off"):
         raise MmaccelError(f"kernels={kernels!r} is unknown; give 'auto', or 'off' for plain torch on every device.")
     return kernels
+
+
+def checked_offload(offload: Any) -> Offload | None:
+    """``offload`` if it is ``"host"`` or None, else refused by name."""
+    if offload not in (None, "host"):
+        raise MmaccelError(
+            f"offload={offload!r} is unknown; give 'host' for keys and values in host memory, or None for the device."
+        )
+    return "host" if offload == "host" else None
 
 
 def cautions(family: Family, recipe: Recipe) -> tuple[str, ...]:

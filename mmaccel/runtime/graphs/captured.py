@@ -193,6 +193,8 @@ def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
     """Why no step of a call can be captured; empty if some may."""
     policy, family = plan.policy, plan.family
     quantizer = getattr(family.model, "hf_quantizer", None)
+    if plan.offload is not None:
+        return "keys and values are in host memory, from where every step fetches them"
     if config.disable_compile:
         return "disable_compile was given"
     if config.output_attentions or config.output_hidden_states:

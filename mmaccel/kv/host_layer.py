@@ -1,0 +1,57 @@
+"""A cache layer whose keys and values may be in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ..core.transformers_api import DynamicLayer
+from .index import KeyIndex
+from .ragged import Ragged
+from .shared import Shared
+from .shared_prefix import SharedPrefix
+
+
+class HostLayer(DynamicLayer):
+    """One layer's keys and values, ``[B, Hkv, K, D]``, and before them those of heads that store different counts, or that rows
+    share; on the device, or parked in host memory."""
+
+    keys: Any
+    values: Any
+
+    def __init__(self, shared: Shared, number: int) -> None:
+        super().__init__()
+        self.shared, self.number = shared, number
+        self.ragged: Ragged | None = None
+        self.prefix: SharedPrefix | None = None
+
+    @property
+    def index(self) -> KeyIndex:
+        """Index of the stored keys."""
+        raise NotImplementedError
+
+    def fetch(self) -> None:
+        """Have keys and values on the device, if they are in host memory and this forward reads all of them."""
+        host, incoming = self.shared.host, self.shared.incoming
+        if host is not None and not (incoming is not None and self.number in incoming.where_parked):
+            host.fetch(self)
+
+    def move(self, moved: Callable[[Tensor, int], Tensor]) -> None:
+        """Replace every tensor of keys and values by what ``moved(x, dim)`` returns, which shows the same; ``x`` grows along
+        its axis ``dim``. An index of heads, which is nearly one of this layer alone, is among them."""
+        if not self.is_initialized:
+            return
+        self.keys, self.values = moved(self.keys, -2), moved(self.values, -2)
+        if self.ragged is not None:
+            self.ragged = self.ragged.moved(moved)
+        if self.prefix is not None:
+            self.prefix = self.prefix.moved(moved)
+        if self.index.of_heads:
+            self.index.move(moved)
+
+    def _park(self) -> None:
+        """Park what was stored anew, unless layers are attending, which park it then."""
+        if (host := self.shared.host) is not None and not host.busy:
+            host.park(self)
