@@ -46,6 +46,9 @@ class Readable(Protocol):
     def packed(self) -> PackedKeys:
         """Packed keys, before them."""
 
+    def bias_products(self, query: Tensor) -> Tensor | None:
+        """Products of queries with the bias that packed keys lack, ``[B, Hq, q, width]`` float32; None without one."""
+
 
 def on_gpu(x: Tensor) -> bool:
     """Whether the kernel runs on ``x``; the definition would gain nothing over padding."""
@@ -95,15 +98,24 @@ def attend(
         (held, width) for held, width in zip(layer.packed.pages, layer.packed.widths, strict=True) if held is not None
     ]
     parts, none = [], (layer.keys[:, :, :0], layer.values[:, :, :0])
+    added = layer.bias_products(query) if groups else None
     for other, width in groups[:-1]:
-        mine = None
+        mine, more = None, None
+        if added is not None:
+            more, added = added[..., :width], added[..., width:]
         if visible is not None:
             mine, visible = visible[..., :width], visible[..., width:]
         if len(other.table):
-            parts.append(decode_attention(query, *none, scaling=scaling, pages=other, visible=mine))
+            parts.append(decode_attention(query, *none, scaling=scaling, pages=other, visible=mine, added=more))
     last = pages if pages is not None else groups[-1][0] if groups else None
+    if added is not None and pages is not None:
+        slots = pages.slots_in(groups[-1][0], added.shape[3])[:, :, None]
+        slots = slots.repeat_interleave(added.shape[1] // slots.shape[1], dim=1)
+        added = added.gather(3, slots.expand(-1, -1, added.shape[2], -1))
     held = layer.keys, layer.values
-    read = decode_attention(query, *held, scaling=scaling, flat=flat, pages=last, visible=visible, tail=tail)
+    read = decode_attention(
+        query, *held, scaling=scaling, flat=flat, pages=last, visible=visible, tail=tail, added=added
+    )
     return combine_partials([*parts, read]).transpose(1, 2)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .index import KeyIndex
+from .key_bias import Earlier
 from .sparse import SparseRead
 
 
@@ -66,6 +67,8 @@ class ForwardInfo:
     reads : what layers read in this forward from which one on, if not everything, rising.
     where_parked : layers in host memory that are read there, since this forward reads few of their keys.
     weights : what is added to the logits of keys, see :class:`.shared.Shared`.
+    rotations : cosines and sines ``[1 or B, q, D]`` of the tokens that enter the layers, and a function that returns those of
+        tokens before them, where codecs need them (:mod:`.key_bias`).
     expected_new_tokens : how many tokens may follow these at most, where that is known; no room is made for more.
     """
 
@@ -77,6 +80,7 @@ class ForwardInfo:
     where_parked: Collection[int] = ()
     weights: Tensor | None = None
     expected_new_tokens: int | None = None
+    rotations: tuple[Tensor, Tensor, Earlier] | None = None
 
     def phase(self, layer: int) -> Phase:
         """The phase a layer belongs to."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..method.results import check_type
 from .codecs import Eligible, TokenGroup
 from .index import KeyIndex, on_host, to_device
+from .key_bias import KeyBias, Rotations
 from .layer import CompressedLayer
 from .packed_keys import Held, PackedGroup, PackedKeys
 from .shared_prefix import SharedPrefix
@@ -25,6 +26,20 @@ class QuantisedLayer(CompressedLayer):
     :meth:`mmaccel_kernels.pages.Pages.compacted`. The last few tokens that share scales go back to full precision, as what
     their codes represent, when they take less memory so; they are not packed again.
     """
+
+    #: bias of its keys, which is not packed, ``[Hkv, D]`` float32 on its device; None without one
+    key_bias: Tensor | None = None
+
+    @property
+    def bias(self) -> KeyBias | None:
+        """Bias that packed keys lack, and what it is rotated by; None without one."""
+        rotations = self.shared.memory(Rotations)
+        return None if self.key_bias is None or rotations is None else KeyBias(self.key_bias, rotations)
+
+    def bias_products(self, query: Tensor) -> Tensor | None:
+        """Products of ``query [B, Hq, q, D]`` with the bias that packed keys lack, ``[B, Hq, q, width]`` float32; None without
+        one."""
+        return None if self.bias is None else self.bias.products(query, self.index.by_head[..., : self.width])
 
     @property
     def pages(self) -> Pages | None:
@@ -44,10 +59,13 @@ class QuantisedLayer(CompressedLayer):
         if pages is not None and self.ragged is None and pages.even:
             keys, values = (_behind(x, self.width) for x in (self.keys, self.values))
             pages.decoded_into(keys[:, :, : self.width], values[:, :, : self.width])
-            return keys, values
-        rest = super().stored()
-        parts = [*self.packed.decoded(rest[0].dtype), rest]
-        return torch.cat([k for k, _ in parts], dim=2), torch.cat([v for _, v in parts], dim=2)
+        else:
+            rest = super().stored()
+            parts = [*self.packed.decoded(rest[0].dtype), rest]
+            keys, values = torch.cat([k for k, _ in parts], dim=2), torch.cat([v for _, v in parts], dim=2)
+        if (bias := self.bias) is not None:
+            keys[:, :, : self.width] += bias.keys(self.index.by_head[..., : self.width]).to(keys.dtype)
+        return keys, values
 
     def pack(
         self,
@@ -79,7 +97,10 @@ class QuantisedLayer(CompressedLayer):
         rest, lengths = self.index.by_head, self.index.lengths - count
         keys, values = super().stored()
         every = count.expand(-1, keys.shape[1])
-        flat = compact(keys, values, due.expand(-1, keys.shape[1], -1), total=int(every.sum()))
+        bias, coded = self.bias, keys
+        if bias is not None:
+            coded = (keys.float() - bias.keys(rest)).to(keys.dtype)
+        flat = compact(coded, values, due.expand(-1, keys.shape[1], -1), total=int(every.sum()))
         empty = None if self.schedule.received is None else self.schedule.received[..., :0]
         none = Held(torch.zeros_like(count), torch.zeros_like(count))
         groups += [PackedGroup(None, rest[..., :0], empty, none)] * (group.number + 1 - len(groups))

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from .decoding import attend, on_gpu
 from .growable import put, shown
 from .index import KeyIndex, to_device
+from .key_bias import KeyBias
 from .packed_keys import PackedKeys
 from .ragged import Ragged
 from .schedule_state import ScheduleState
@@ -40,6 +41,10 @@ class Layer(Protocol):
     @property
     def gapless(self) -> bool:
         """Whether the host knows that every place holds a key."""
+
+    @property
+    def bias(self) -> KeyBias | None:
+        """Bias that packed keys lack."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ class Reader(Protocol):
 class StaticLayerView:
     """A layer while it is pinned: ragged heads and pages do not change, and tokens are written to ``keys`` and ``values
     [B, Hkv, T, D]`` at the ``cursor``, and to ``queries`` if a policy needs those. The ``reader`` chooses the keys of a step
-    that reads only some."""
+    that reads only some. ``bias`` is what packed keys lack, whose ``places`` are ``[B, 1 or Hkv, width]``."""
 
     keys: Tensor
     values: Tensor
@@ -121,6 +126,8 @@ class StaticLayerView:
     cursor: WriteCursor
     queries: QueryBuffer | None = None
     reader: Reader | None = None
+    bias: KeyBias | None = None
+    places: Tensor | None = None
 
     def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write ``key`` and ``value [B, Hkv, 1, D]`` at the cursor; returns ``keys`` and ``values`` with all their room."""
@@ -143,6 +150,12 @@ class StaticLayerView:
             return self.reader.attend(self, query, scaling)
         return attend(self, query, self.cursor.visible, scaling, self.cursor.filled)
 
+    def bias_products(self, query: Tensor) -> Tensor | None:
+        """See :meth:`.packed.QuantisedLayer.bias_products`."""
+        if self.bias is None or self.places is None:
+            return None
+        return self.bias.products(query, self.places)
+
     def tensors(self) -> Iterator[Tensor]:
         """Everything held but the cursor, which layers share."""
         yield from (self.keys, self.values)
@@ -152,6 +165,8 @@ class StaticLayerView:
             if pages is not None:
                 yield from pages.tensors()
         yield from self.queries or ()
+        if self.bias is not None and self.places is not None:
+            yield from (self.bias.vector, *self.bias.rotations.tensors(), self.places)
         if self.reader is not None:
             yield from self.reader.tensors()
 
@@ -384,4 +399,9 @@ def _view(owner: Layer, width: int, cursor: WriteCursor) -> StaticLayerView:
         flat, others = (put(x, 0, _rounded(total, ROUND * heads)) for x in (ragged.keys, ragged.values))
         ragged.keys, ragged.values = (shown(x, 0, total) for x in (flat, others))
         ragged = Ragged(flat, others, ragged.lengths, _rounded(ragged.longest, ROUND))
-    return StaticLayerView(keys, values, ragged, owner.packed, cursor)
+    bias, places = owner.bias, None
+    if bias is not None and owner.packed.any_pages:
+        # ordinary steps note more rotations in other tensors
+        bias = replace(bias, rotations=bias.rotations.copy())
+        places = owner.index.by_head[..., : owner.packed.width].contiguous()
+    return StaticLayerView(keys, values, ragged, owner.packed, cursor, bias=bias, places=places)

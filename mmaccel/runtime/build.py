@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from ..errors import MmaccelError, UnsupportedError
 from ..families import Family
@@ -127,6 +128,7 @@ def plan_model(
         offload=checked_offload(offload),
         stage_at_layer=at_layer,
         token_groups=token_groups({stage.number: stage.method for stage in _of(Codec, stages)}),
+        key_biases=key_biases(family) if any(isinstance(stage.method, Codec) for stage in stages) else {},
         text_towers={
             name: _text_tower(stage.method, name, family, processor)
             for stage in _of(TokenMethod, stages)
@@ -140,6 +142,23 @@ def plan_model(
         choosers=tuple(stage.method.name for stage in _of(FramesMethod, stages) if stage.method.only_chooses),
         **_stages_by_kind(stages),
     )
+
+
+def key_biases(family: Family) -> dict[int, Tensor]:
+    """Biases of key projections, ``[Hkv, D]`` float32 by attention layer, counted among those; none where all are zero, or keys
+    are more than their projection turned in halves."""
+    if not family.halves or family.ranks > 1 or not hasattr(family.text, "rotary_emb"):
+        return {}
+    found = {}
+    for number, layer in enumerate(family.attending):
+        attention = family.attention_in(layer)
+        bias = getattr(getattr(attention, "k_proj", None), "bias", None)
+        width = getattr(attention, "head_dim", None)
+        if not isinstance(bias, Tensor) or width is None or hasattr(attention, "k_norm") or bias.device.type == "meta":
+            continue
+        if bool(bias.detach().any()):
+            found[number] = bias.detach().clone().float().view(-1, width)
+    return found
 
 
 def _stages_by_kind(stages: tuple[PlannedStage[Any], ...]) -> dict[str, Any]:

@@ -385,6 +385,33 @@ def test_rotated_keys_and_values_by_books(code, queries, masked, device):
     compare(inputs, more=3)
 
 
+@pytest.mark.parametrize(
+    ("keys", "values", "page", "tile"),
+    [
+        (("int4", "channel", 32), ("int4", "token", 32), 64, 16),
+        (("int2", "channel", 32), ("int2", "token", 32), 128, 8),
+        (("fp8", "token", 32), ("fp8", "token", 32), 64, 16),
+        (("int4", "channel", 32), ("ternary", "channel", 80), 160, 16),
+    ],
+    ids=["loop 4", "loop 2", "loop 8", "tiles"],
+)
+@pytest.mark.parametrize(("queries", "masked"), [(1, False), (3, True)])
+def test_products_that_are_added(keys, values, page, tile, queries, masked, device):
+    """The same as keys from which nothing was taken: here what is added is their products with other keys."""
+    inputs = make([5, 80, 0, 1], 2, 2, 4, queries, 32, 5, masked=masked, device=device)
+    pages = packed([2 * page, 0, 33, page], 2, 32, Format(*keys), Format(*values), page, tile, device=device)
+    most = int(pages.lengths().max())
+    rng = torch.Generator().manual_seed(4)
+    if masked:
+        more = torch.rand(2, 2, queries, most, generator=rng) < 0.5
+        inputs["visible"] = torch.cat([more.to(device), inputs["visible"]], dim=-1)
+    added = torch.randn(2, 8, queries, most, generator=rng).to(device) * 4
+    out, lse = compare(inputs | {"pages": pages, "added": added}, more=3)
+    assert not torch.allclose(lse, decode_attention_definition(scaling=0.125, **inputs, pages=pages)[1])
+    with pytest.raises(ValueError, match="added must be float32"):
+        decode_attention(scaling=0.125, **inputs, pages=pages, added=added.half())
+
+
 @pytest.mark.parametrize("width", [16, 24])
 def test_halves_of_keys_rotated_apart(width, device):
     inputs = make(None, 2, 2, 3, 1, 48, 5, device=device)

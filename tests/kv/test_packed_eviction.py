@@ -30,6 +30,7 @@ CODECS = {
     "think": Stage("think", None, {"page": 16, "group": 16, "residual": 0, "align": 4}),
     "vidkv": Stage("vidkv", None, {"page": 32}),
     "calibquant": Stage("calibquant", None, {"page": 16}),
+    "turboquant": Stage("turboquant", None, {"page": 16, "bits": 3}),
 }
 #: every kind of schedule, and every codec
 # checked by test_every_codec_is_beside_a_schedule
@@ -43,7 +44,7 @@ PACKED = {
     "adaptive": "kivi",
     "tova": "calibquant",
     "cap": "kivi",
-    "elastic": "vidkv",
+    "elastic": "turboquant",
     "lagkv-each": "think",
 }
 

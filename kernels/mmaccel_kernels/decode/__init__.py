@@ -24,6 +24,7 @@ def decode_attention(
     pages: Pages | None = None,
     visible: Tensor | None = None,
     tail: Tensor | None = None,
+    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the newest queries over everything that is stored; by the kernel on a GPU, else by the definition.
 
@@ -43,6 +44,8 @@ def decode_attention(
     tail : ``[1]`` int32 or int64 on the device of the query, how many keys of the tail there are; all by default. What lies
         behind them is room to spare and never looked at, and the keys of the queries are the last ``q`` before it. The number
         is read on the device only: from step to step nothing that the host passes changes.
+    added : ``[B, Hq, q, W]`` float32, products of the queries with a part of the keys that is not in ``pages``: they are added
+        to the products with what each head has packed, which begins at column 0.
 
     Returns
     -------
@@ -55,9 +58,16 @@ def decode_attention(
         If shapes, types or devices do not fit.
     """
     check(query, keys, values, flat, pages, visible, tail)
+    if added is not None:
+        if pages is None or added.dtype != torch.float32 or added.shape[:3] != query.shape[:3]:
+            raise ValueError(
+                f"added must be float32 {[*query.shape[:3]]} by the longest of what heads have packed, beside pages, not "
+                f"{added.dtype} {tuple(added.shape)}."
+            )
+        added = added.contiguous()
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     chosen = traced if torch.compiler.is_compiling() else attend
-    return chosen(query, keys, values, scaling, flat, pages, visible, tail)
+    return chosen(query, keys, values, scaling, flat, pages, visible, tail, added)
 
 
 def check(

@@ -34,6 +34,7 @@ def decode_attention_definition(
     pages: Pages | None = None,
     visible: Tensor | None = None,
     tail: Tensor | None = None,
+    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Definition of :func:`.decode_attention` in plain torch; for any number of queries and any pages."""
     b, hq, q, d = query.shape
@@ -54,12 +55,14 @@ def decode_attention_definition(
         made = _unpacked(pages)
         parts.insert(0, (*made, made[2], 0))
     rows, logits = query.reshape(b, hkv, hq // hkv * q, d).float(), []
-    for k, _, there, without, column in parts:
+    for place, (k, _, there, without, column) in enumerate(parts):
         mask = without
         if visible is not None:
             begin = column % visible.shape[3] if k.shape[2] else 0
             mask = visible[..., begin : begin + k.shape[2]] & there
         found = (rows @ k.float().mT * scaling).view(b, hkv, hq // hkv, q, -1)
+        if added is not None and pages is not None and place == 0:
+            found = found + added[..., : k.shape[2]].view(b, hkv, hq // hkv, q, -1) * scaling
         logits.append(found.masked_fill(~mask.expand(b, hkv, q, -1)[:, :, None], -torch.inf))
     every = torch.cat(logits, dim=-1)
     lse = every.logsumexp(-1)

@@ -29,15 +29,16 @@ def attend(
     pages: Pages | None,
     visible: Tensor | None,
     tail: Tensor | None,
+    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`.decode_attention` of what fits, by the kernel or the definition."""
     if flat is not None and pages is None and visible is None and tail is None:
         if reads_heads(query, flat.keys, flat.values, len(flat.cu_lengths) - 1):
             return heads_attention(query, keys, values, scaling, flat)
     if not readable(pages, query, values.shape[3]):
-        return decode_attention_definition(query, keys, values, scaling, flat, pages, visible, tail)
+        return decode_attention_definition(query, keys, values, scaling, flat, pages, visible, tail, added)
     kernel, definition = decode_attention_kernel, decode_attention_definition
-    return run(kernel, definition, query, keys, values, scaling, flat, pages, visible, tail)
+    return run(kernel, definition, query, keys, values, scaling, flat, pages, visible, tail, added)
 
 
 def traced(
@@ -49,13 +50,14 @@ def traced(
     pages: Pages | None,
     visible: Tensor | None,
     tail: Tensor | None,
+    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`attend` while a graph is being made of it."""
     parts, width = ([], 0) if flat is None else (list(flat[:3]), flat.width)
     tensors: list[Tensor] = []
     layout = "" if pages is None else _spread(pages, tensors)
     out: tuple[Tensor, Tensor] = torch.ops.mmaccel.decode_attention(
-        query, keys, values, scaling, parts, width, tensors, layout, visible, tail
+        query, keys, values, scaling, parts, width, tensors, layout, visible, tail, added
     )
     return out
 
@@ -64,7 +66,7 @@ def traced(
     "mmaccel::decode_attention",
     mutates_args=(),
     schema="(Tensor query, Tensor keys, Tensor values, float scaling, Tensor[] flat, SymInt width, Tensor[] pages, str layout, "
-    "Tensor? visible, Tensor? tail) -> (Tensor, Tensor)",
+    "Tensor? visible, Tensor? tail, Tensor? added) -> (Tensor, Tensor)",
 )
 def _decode_attention(
     query: Tensor,
@@ -77,9 +79,12 @@ def _decode_attention(
     layout: str,
     visible: Tensor | None,
     tail: Tensor | None,
+    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     heads = Flat(flat[0], flat[1], flat[2], width) if flat else None
-    return attend(query, keys, values, scaling, heads, _gathered(layout, pages) if layout else None, visible, tail)
+    return attend(
+        query, keys, values, scaling, heads, _gathered(layout, pages) if layout else None, visible, tail, added
+    )
 
 
 @_decode_attention.register_fake

@@ -106,15 +106,17 @@ def attend_pages(
     tile, tiles, scale,
     MASKED: tl.constexpr, SINGLE: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, KEY: tl.constexpr, OTHER: tl.constexpr, VALUE: tl.constexpr,
+    ADDED: tl.constexpr,
 ):  # fmt: skip
     """The running softmax over pages ``tile`` to ``tiles`` of a head, whose ``own`` pages begin at ``begin`` in the table.
 
-    ``state`` is largest logit, sum of weights and sum of weighed values so far, ``key``, ``other`` (a second plane of keys) and
-    ``value`` are codes, scales and zero points, ``channels`` what the two planes of keys hold, and ``pages`` count, meta, table
-    and the first column of the mask of each. ``KEY``, ``OTHER`` (or None) and ``VALUE`` are :func:`..pages.triton.plane`.
+    ``state`` is largest logit, sum of weights and sum of weighed values so far, ``key``, ``other`` (a second plane of keys)
+    and ``value`` are codes, scales and zero points, ``channels`` what the two planes of keys hold, and ``pages`` count, meta,
+    table, the first column of each, and if ``ADDED`` where every row has what is added to its products by column. ``KEY``,
+    ``OTHER`` (or None) and ``VALUE`` are :func:`..pages.triton.plane`.
     """
     highest, total, acc = state
-    count, meta, table, columns = pages
+    count, meta, table, columns, added = pages
     channel, there = _channels_of(channels[0], head, rows, KEY, KEY[6] != D)
     if OTHER is None:
         other_channel, other_there = channel, there
@@ -143,8 +145,11 @@ def attend_pages(
                 )
                 logits += more
             column = token
-            if MASKED:
+            if MASKED or ADDED:
                 column = tl.load(columns + page) + token
+            if ADDED:
+                known = rows[:, None] & (token < stored)[None, :]
+                logits += tl.load(added[:, None] + column[None, :], mask=known, other=0.0)
             seen = visible(mask, mask_step, column, token < stored, row, queries, MASKED, SINGLE)
             logits = tl.where(seen, logits * scale, float("-inf"))
             p, shrink, highest, total = weighed(logits, highest, total)

@@ -44,7 +44,7 @@ LOG2E = math.log2(math.e)
 Mask = tuple[Tensor, tuple[int, int, int], Tensor]
 
 #: arguments that change with the lengths: nothing is compiled for their values
-_CHANGING = ["heads", "rows", "queries", "mask_b", "mask_h", "mask_q"]
+_CHANGING = ["heads", "rows", "queries", "mask_b", "mask_h", "mask_q", "added_step"]
 
 
 def fits(pages: Pages | None, query: Tensor, width: int) -> bool:
@@ -97,7 +97,14 @@ def _whole(of: Plane, share: int, tile: int) -> bool:
 
 
 def leave_pages(
-    query: Tensor, pages: Pages, scale: float, mask: Mask | None, programs: int, dv: int, found: cuda.Loop | None
+    query: Tensor,
+    pages: Pages,
+    scale: float,
+    mask: Mask | None,
+    programs: int,
+    dv: int,
+    found: cuda.Loop | None,
+    added: tuple[Tensor, Tensor] | None = None,
 ) -> LeftOfPages:
     """Attention over ``pages``, in one launch; the rest of a cache is :func:`.merge.merged` with it.
 
@@ -107,6 +114,7 @@ def leave_pages(
     scale : of the logits, to base 2.
     mask : bytes, its strides by sequence, key head and query, and the first column of every page.
     programs : two a multiprocessor.
+    added : of :func:`.decode_attention`, and the first column of every page.
     found : the loop in CUDA C++ (:func:`loop`), or None for Triton's, which only takes pages that :func:`fits` says it does.
     """
     b, hq, q, _ = query.shape
@@ -116,7 +124,7 @@ def leave_pages(
         programs = programs * found.each // 2
     part, part_lse = workspace(query, (programs + heads) * rows * dv, (programs + heads) * rows, use="pages")
     if found is None:
-        _enqueue_loop(turned, pages, scale, mask, programs, part, part_lse, dv)
+        _enqueue_loop(turned, pages, scale, mask, programs, part, part_lse, dv, added)
     else:
         arguments, _held = cuda.arguments(turned, pages, scale, mask, part, part_lse, rows)
         found.start((programs, -(-rows // cuda.COLUMNS)), arguments)
@@ -132,6 +140,7 @@ def _enqueue_loop(
     part: Tensor,
     part_lse: Tensor,
     dv: int,
+    added: tuple[Tensor, Tensor] | None,
 ) -> None:
     """Launch Triton's loop over pages for a query that is turned and contiguous."""
     b, hq, q, d = query.shape
@@ -141,15 +150,16 @@ def _enqueue_loop(
     size = sum(x[:1].nbytes for of in (key, value) for x in (of.codes, of.scale, of.zero) if x is not None)
     # first comes where a page is, then what it holds: a page is two stages
     stages = 1 + 2 * max(1, min(3, AHEAD // max(size, 1)))
-    bytes_, strides, columns = mask or (query, (0, 0, 0), pages.table)
+    bytes_, strides, columns = mask or (query, (0, 0, 0), pages.table if added is None else added[1])
+    more = query if added is None else added[0]
     enqueue(
         _attend, (programs, triton.cdiv(rows, block)),
         query, bytes_, part, part_lse, pages.cu_pages, *_tensors(key), *_tensors(value),
         pages.table if key.channels is None else key.channels.contiguous(), pages.count, pages.meta, pages.table,
-        columns, scale, b * pages.heads, pages.heads, rows, q, *strides,
-        MASKED=mask is not None, SINGLE=q == 1, PART=key.channels is not None, D=d, DV=dv, N=block, PAGE=pages.page,
-        TILE=pages.tile, KEY=plane(key, query.dtype), VALUE=plane(value, query.dtype), HALF=query.dtype != torch.float32,
-        STAGES=stages, num_warps=WARPS, num_stages=stages,
+        columns, more, scale, b * pages.heads, pages.heads, rows, q, *strides, more.shape[3],
+        ADDED=added is not None, MASKED=mask is not None, SINGLE=q == 1, PART=key.channels is not None, D=d, DV=dv, N=block,
+        PAGE=pages.page, TILE=pages.tile, KEY=plane(key, query.dtype), VALUE=plane(value, query.dtype),
+        HALF=query.dtype != torch.float32, STAGES=stages, num_warps=WARPS, num_stages=stages,
     )  # fmt: skip
 
 
@@ -586,8 +596,9 @@ def _leave(
 @jit(do_not_specialize=_CHANGING)
 def _attend(
     query, mask, part, part_lse, cu_pages, key_codes, key_scale, key_zero, value_codes, value_scale, value_zero,
-    channels, count, meta, table, columns, scale, heads, kv_heads, rows, queries, mask_b, mask_h, mask_q,
-    MASKED: tl.constexpr, SINGLE: tl.constexpr, PART: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
+    channels, count, meta, table, columns, added, scale, heads, kv_heads, rows, queries, mask_b, mask_h, mask_q,
+    added_step, ADDED: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr, PART: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, HALF: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -632,8 +643,12 @@ def _attend(
                 number, operand, (by_place, by_row), summed, key_scale, key_zero, at, inside, KEY, PAGE, SHARE, HALF
             )
             column = inside
-            if MASKED:
+            if MASKED or ADDED:
                 column += tl.load(columns + page)
+            if ADDED:
+                of_row = added + (head.to(tl.int64) * rows + row) * added_step
+                known = (inside < stored)[:, :, None] & (row < rows)[None, None, :]
+                logits += tl.load(of_row[None, None, :] + column[:, :, None], mask=known, other=0.0) * scale
             seen = _seen(of_mask, mask_q, column, inside < stored, row, queries, MASKED, SINGLE)
             logits = tl.where(seen, logits, float("-inf"))
             higher = tl.maximum(highest, tl.max(logits, 1))

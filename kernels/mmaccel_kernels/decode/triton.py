@@ -35,7 +35,7 @@ PROGRAMS_EACH = 2
 #: keys that shares are counted in: few enough that every multiprocessor has work where a head stores a thousand
 UNIT = 16
 
-_NO_PLANES = tuple({"PAGE": 0, "TILE": 0, "KEY": None, "OTHER": None, "VALUE": None}.items())
+_NO_PLANES = tuple({"PAGE": 0, "TILE": 0, "KEY": None, "OTHER": None, "VALUE": None, "ADDED": False}.items())
 
 #: arguments that change with the lengths: nothing is compiled for their values
 _CHANGING = [
@@ -48,6 +48,7 @@ _CHANGING = [
     "mask_q",
     "flat_column",
     "tail_column",
+    "added_step",
 ]
 
 
@@ -60,6 +61,7 @@ def decode_attention_kernel(
     pages: Pages | None = None,
     visible: Tensor | None = None,
     tail: Tensor | None = None,
+    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`.decode_attention` in two launches, and one more for pages that have a loop of their own (:mod:`.paged`) beside
     other keys; on the CPU in Triton's interpreter, if that was chosen."""
@@ -69,22 +71,25 @@ def decode_attention_kernel(
             f"query has {query.shape[2]} tokens and the decode kernel takes at most {MAX_QUERIES}; use prefill attention."
         )
     if pages is not None and (format := pages.values_turned) is not None:
-        return _with_turned_values(query, keys, values, scaling, flat, pages, visible, tail, format)
+        return _with_turned_values(query, keys, values, scaling, flat, pages, visible, tail, added, format)
     # the loop in CUDA C++ takes a positive scale
-    found = paged.loop(pages, query, visible is not None) if pages is not None and scaling > 0 else None
+    by_hand = pages is not None and scaling > 0 and added is None
+    found = paged.loop(pages, query, visible is not None) if pages is not None and by_hand else None
     of_pages = None
     if pages is not None and (found is not None or paged.fits(pages, query, dv)):
         mask, strides, _ = _mask_arguments(visible, keys)
-        seen = None if mask is None else (mask, strides, _columns(pages))
+        columns = None if mask is None and added is None else _columns(pages)
+        seen = None if mask is None or columns is None else (mask, strides, columns)
+        more = None if added is None or columns is None else (added, columns)
         programs = PROGRAMS_EACH * _multiprocessors(query.device)
-        of_pages = paged.leave_pages(query, pages, scaling * LOG2E, seen, programs, dv, found)
+        of_pages = paged.leave_pages(query, pages, scaling * LOG2E, seen, programs, dv, found, more)
         pages = None
     elif not readable(pages, query, dv):
         raise ValueError(
             "The decode kernel reads pages of one or two planes of keys and one of values, in tiles of 16 to 128."
         )
     alone = of_pages is not None and not capacity and flat is None
-    dense = None if alone else _leave_keys(query, keys, values, scaling, flat, pages, visible, tail)
+    dense = None if alone else _leave_keys(query, keys, values, scaling, flat, pages, visible, tail, added)
     return merged(query, hkv, dv, dense, of_pages)
 
 
@@ -97,11 +102,14 @@ def _with_turned_values(
     pages: Pages,
     visible: Tensor | None,
     tail: Tensor | None,
+    added: Tensor | None,
     format: Format,
 ) -> tuple[Tensor, Tensor]:
     """The same of pages whose values are rotated: what is found of them is rotated back, and merged with the rest."""
     none = keys[:, :, :0], values[:, :, :0]
-    found, lse = decode_attention_kernel(query, *none, scaling, None, pages.with_values_as_stored(), visible)
+    found, lse = decode_attention_kernel(
+        query, *none, scaling, None, pages.with_values_as_stored(), visible, None, added
+    )
     found = turned_back(found.float(), format).to(query.dtype)
     if not keys.shape[2] and flat is None:
         return found, lse
@@ -119,6 +127,7 @@ def _leave_keys(
     pages: Pages | None,
     visible: Tensor | None,
     tail: Tensor | None,
+    added: Tensor | None,
 ) -> Left:
     """What is found of the tail and of flat keys, and of pages that have no loop of their own, in one launch."""
     b, hq, q, d = query.shape
@@ -127,7 +136,7 @@ def _leave_keys(
     query, keys, values = query.contiguous(), _rows(keys), _rows(values)
     ragged = (None, None, None) if flat is None else (_rows(flat.keys), _rows(flat.values), flat.cu_lengths)
     mask, strides, columns = _mask_arguments(visible, keys)
-    packed, planes = _packed_arguments(pages, query, visible is not None)
+    packed, planes = _packed_arguments(pages, query, visible is not None, added)
     turned, cu_pages = (None, None) if pages is None else (pages.turned(query).contiguous(), pages.cu_pages)
     given = [x for x in (query, keys, values, *ragged, mask, turned, cu_pages, *packed) if x is not None]
     programs = PROGRAMS_EACH * _multiprocessors(query.device)
@@ -142,7 +151,7 @@ def _leave_keys(
         (programs, -(-rows // step.block_m), 1), is_even(steps, given),
         query, turned, *ragged, keys, values, tail, mask, part, part_lse, cu_pages, *packed,
         scaling * LOG2E, heads, hkv, rows, q, capacity, *steps, *strides,
-        columns - capacity - (0 if flat is None else flat.width), columns - capacity,
+        columns - capacity - (0 if flat is None else flat.width), columns - capacity, 0 if added is None else added.shape[3],
     )  # fmt: skip
     return Left(part, part_lse, (ragged[2], cu_pages, tail), capacity, step.share)
 
@@ -228,11 +237,11 @@ def _mask_arguments(visible: Tensor | None, keys: Tensor) -> tuple[Tensor | None
 
 
 def _packed_arguments(
-    pages: Pages | None, like: Tensor, masked: bool
+    pages: Pages | None, like: Tensor, masked: bool, added: Tensor | None
 ) -> tuple[list[Tensor | None], tuple[tuple[str, Any], ...]]:
     """Tensors of pages, in the order of the kernel, and what it must know of them."""
     if pages is None:
-        return [None] * 15, _NO_PLANES
+        return [None] * 16, _NO_PLANES
 
     def tensors(of: Plane) -> list[Tensor]:
         return [t.contiguous() for t in (of.codes, of.scale, of.scale if of.zero is None else of.zero)]
@@ -245,9 +254,11 @@ def _packed_arguments(
         "KEY": plane(first, like.dtype),
         "OTHER": plane(other, like.dtype) if len(pages.keys) == 2 else None,
         "VALUE": plane(value, like.dtype),
+        "ADDED": added is not None,
     }
     lists = [pages.count, pages.meta, pages.table]
-    lists.append(_columns(pages) if masked else pages.table)
+    lists.append(_columns(pages) if masked or added is not None else pages.table)
+    lists.append(pages.table if added is None else added)
     return [*tensors(first), *tensors(other), *tensors(value), *channels, *lists], tuple(constants.items())
 
 
@@ -309,12 +320,12 @@ def _leave(state, part, part_lse, program, head, row, rows, DV: tl.constexpr, BL
 def _decode(
     query, turned, flat_keys, flat_values, cu_lengths, keys, values, filled, mask, part, part_lse, cu_pages,
     key_codes, key_scale, key_zero, other_codes, other_scale, other_zero, value_codes, value_scale, value_zero,
-    channels, other_channels, count, meta, table, columns, scale, heads, kv_heads, rows, queries, capacity,
-    key_b, key_h, key_n, value_b, value_h, value_n, mask_b, mask_h, mask_q, flat_column, tail_column,
+    channels, other_channels, count, meta, table, columns, added, scale, heads, kv_heads, rows, queries, capacity,
+    key_b, key_h, key_n, value_b, value_h, value_n, mask_b, mask_h, mask_q, flat_column, tail_column, added_step,
     RAGGED: tl.constexpr, ROOMY: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr,
     EACH: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, KEY: tl.constexpr, OTHER: tl.constexpr, VALUE: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, KEY: tl.constexpr, OTHER: tl.constexpr, VALUE: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     """One share of all keys: for every head in it, attention over its part of the share, and its log-sum-exp."""
     program = tl.program_id(0)
@@ -344,14 +355,17 @@ def _decode(
         if PAGE:
             packed = tl.load(cu_pages + head)
             own_pages = tl.load(cu_pages + head + 1) - packed
+            more = added
+            if ADDED:
+                more = added + (head.to(tl.int64) * rows + row) * added_step
             state = attend_pages(
                 state, turned + (head.to(tl.int64) * rows + row)[:, None] * D, head, row < rows,
                 (key_codes, key_scale, key_zero), (other_codes, other_scale, other_zero),
                 (value_codes, value_scale, value_zero), (channels, other_channels),
-                (count, meta, table, columns), packed, own_pages, visible, mask_q, row, queries,
+                (count, meta, table, columns, more), packed, own_pages, visible, mask_q, row, queries,
                 # a page is read by the program that has its first unit
                 tl.cdiv(unit, PAGE // UNIT), tl.cdiv(units, PAGE // UNIT), scale,
-                MASKED, SINGLE, PRECISION, D, PAGE, TILE, KEY, OTHER, VALUE,
+                MASKED, SINGLE, PRECISION, D, PAGE, TILE, KEY, OTHER, VALUE, ADDED,
             )  # fmt: skip
             own_units = own_pages * (PAGE // UNIT)
             unit, units = tl.maximum(unit - own_units, 0), units - own_units

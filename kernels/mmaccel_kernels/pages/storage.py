@@ -270,6 +270,30 @@ class Pages:
         cut = replace(self, count=counts, table=self.table[stays], cu_pages=cu_pages)
         return cut.selected(torch.arange(self.batch, device=table.device))
 
+    def slots_in(self, whole: Pages, width: int) -> Tensor:
+        """Places in every head of ``whole`` of the tokens of these pages, some of its own: ``[B, Hkv, width]`` long, 0 behind the
+        last one. Nothing is waited for."""
+
+        def listed(pages: Pages) -> tuple[Tensor, Tensor, Tensor]:
+            """Head of every listed page, its first place there, and whether it is no room to spare."""
+            entry = torch.arange(len(pages.table), device=pages.table.device, dtype=torch.int32)
+            cu, counts = pages.cu_pages.long(), pages.count[pages.table.long()].long()
+            head = (torch.searchsorted(pages.cu_pages, entry, right=True) - 1).clamp(max=len(cu) - 2)
+            before = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+            return head, before[:-1] - before[cu[head]], entry < cu[-1]
+
+        heads, total = len(self.cu_pages) - 1, len(whole.count)
+        _, first, real = listed(whole)
+        at = torch.where(real, whole.table.long(), total)
+        of_page = first.new_zeros(total + 1).scatter_(0, at, first)
+        head, first, real = listed(self)
+        token = torch.arange(self.page, device=first.device)
+        there = (token < self.count[self.table.long()][:, None]) & real[:, None]
+        onto = torch.where(there, (head * width + first)[:, None] + token, heads * width)
+        places = of_page[self.table.long()][:, None] + token
+        out = first.new_zeros(heads * width + 1).scatter_(0, onto.flatten(), places.flatten())
+        return out[:-1].view(-1, self.heads, width)
+
     @property
     def pooled(self) -> bool:
         """Whether a page has one row of scales for all its tokens, so that it can hold any tokens of that row."""

@@ -23,6 +23,7 @@ from ...core.stats import Stage as StageStats
 from ...kv.cache import CacheState
 from ...kv.codecs import Codec, Eligible, TokenGroup
 from ...kv.index import KeyIndex
+from ...kv.key_bias import Rotations
 from ...kv.packed import QuantisedLayer
 from ...kv.scoring.importance import energy
 from ...kv.shared import Shared
@@ -86,6 +87,8 @@ class PackKeys(Run):
         #: layers that were packed, or wait for the end of the forward
         self._done: set[int] = set()
         self._counted: dict[tuple[int, int], Tensor] = {}
+        for number, bias in forward.plan.key_biases.items():
+            state.layers[number].key_bias = bias
 
     def before_text(self, text: TextInputs) -> None:
         """Note the facts about a prompt that codecs need."""
@@ -104,11 +107,29 @@ class PackKeys(Run):
     def after_attention(self, layer: LayerAttended) -> None:
         """Pack the layers from which nothing is evicted any more."""
         number, query = layer.number, layer.query
+        self._note_rotations()
         if self.window and self.looks:
             places = self.forward.phase(number).places.to(query.device, non_blocking=True)
             real = places[:, -self.window :] >= 0
             self.query_energy[number] = energy(query[:, :, -self.window :], real, layer.key.shape[1])
         self._pack_timed([number] if self.policy is None else self.policy.released(number), query.device)
+
+    def _note_rotations(self) -> None:
+        """Keep with the cache what tokens of this forward are turned by, before any key is packed without its bias."""
+        incoming, state = self.forward.incoming, self.state
+        noted, incoming.rotations = incoming.rotations, None
+        if noted is None:
+            return
+        cos, sin, before = noted
+        places = incoming.phases[0][1].places.to(cos.device, non_blocking=True)
+        # tokens that come back stand before the others, and were noted with their prompt
+        places = places[:, -cos.shape[1] :]
+        if cos.dim() != 3 or cos.shape[1] != places.shape[1] or cos.shape[2] != state.layers[0].keys.shape[3]:
+            return
+        memory = state.shared.memory(Rotations)
+        if memory is None:
+            memory = state.shared.keep(Rotations.none(cos.expand(len(places), -1, -1)))
+        memory.note(cos, sin, places, incoming.seen, incoming.length, before)
 
     def finish(self) -> None:
         """Pack the layers that waited for the end of the forward, and add them to the statistics."""

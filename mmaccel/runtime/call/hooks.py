@@ -46,9 +46,26 @@ class TextHooks:
         self.layers = list(text.layers)
         hook(text.register_forward_pre_hook(self.enter, with_kwargs=True))
         hook(text.register_forward_hook(self.leave, with_kwargs=True, always_call=True))
+        if plan.key_biases:
+            hook(text.rotary_emb.register_forward_hook(self.note_rotations, with_kwargs=True))
         for number in range(plan.first_inside, len(self.layers)):
             before = functools.partial(self.before_layer, number)
             hook(self.layers[number].register_forward_pre_hook(before, with_kwargs=True))
+
+    def note_rotations(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Note the cosines and sines of the tokens that enter the layers."""
+        call = current(self.plan)
+        if call is None or call.observer is not None or call.text.runs is None:
+            return
+
+        def before(count: int) -> tuple[Tensor, Tensor]:
+            """Cosines and sines of so many tokens before the first, which have no pictures among them."""
+            given = dict(zip(("x", "position_ids"), args, strict=False)) | kwargs
+            back = torch.arange(count, 0, -1, device=given["position_ids"].device)
+            turned: tuple[Tensor, Tensor] = module.forward(given["x"], given["position_ids"][..., :1] - back)
+            return turned
+
+        call.text.runs.forward.incoming.rotations = (*output, before)
 
     # --- into the text model ----------------------------------------------------------------------------------
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+from torch import Tensor
+
 from ...core.budget import Retain
 from ...core.stats import Stage as StageStats
 from ...core.stats import Stats
@@ -100,6 +102,8 @@ class ModelPlan(Plan):
     stage_at_layer : the stage that works at the input of a decoder layer.
     chunks : the stage that has lower layers read a prompt in chunks.
     policy : the stage that works on stored keys. token_groups : the groups of tokens that codecs pack alike.
+    key_biases : by attention layer, counted among those, the bias of its keys before RoPE, ``[Hkv, D]`` float32, which is taken
+        out of keys before they are packed; none where a recipe packs nothing.
     reading, draft_policy : the same stage as ``policy``, if it chooses the keys that layers read, or scores by a draft's text.
     reactivates : whether tokens that layers drop may come back.
     choosers : names of methods that do nothing but choose frames.
@@ -116,6 +120,7 @@ class ModelPlan(Plan):
     chunks: PlannedStage[ChunkMethod] | None = None
     policy: PlannedStage[Policy] | None = None
     token_groups: tuple[TokenGroup, ...] = ()
+    key_biases: Mapping[int, Tensor] = field(default_factory=dict)
     text_towers: Mapping[str, TextTower] = field(default_factory=dict)
     drafts: Mapping[int, Family] = field(default_factory=dict)
     reading: PlannedStage[ReadingPolicy] | None = None
