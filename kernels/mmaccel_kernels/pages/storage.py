@@ -271,8 +271,8 @@ class Pages:
         return cut.selected(torch.arange(self.batch, device=table.device))
 
     def slots_in(self, whole: Pages, width: int) -> Tensor:
-        """Places in every head of ``whole`` of the tokens of these pages, some of its own: ``[B, Hkv, width]`` long, 0 behind the
-        last one. Nothing is waited for."""
+        """Places in every head of ``whole`` of the tokens of these pages, some of its own: ``[B, Hkv, width]`` long, 0
+        behind the last one. Nothing is waited for."""
 
         def listed(pages: Pages) -> tuple[Tensor, Tensor, Tensor]:
             """Head of every listed page, its first place there, and whether it is no room to spare."""
