@@ -8,7 +8,7 @@ import inspect
 import pytest
 import zoo
 
-from mmaccel import UnsupportedError, accelerate_vlm, accelerated
+from mmaccel import MmaccelError, UnsupportedError, VidKV, accelerate_vlm, accelerated
 from mmaccel.cli import main
 from mmaccel.cli.methods import describe, official_doc
 from mmaccel.method import Method, Policy
@@ -44,6 +44,15 @@ def test_a_recipe_puts_all_its_methods_in_its_variant() -> None:
 def test_fitting_to_a_model_keeps_the_variant() -> None:
     with accelerated(zoo.model("llava"), ["hired", "fastv", "mustdrop-filter"], variant="official") as model:
         assert [stage.method.official for stage in model.mmaccel.plan.stages] == [True] * 3
+
+
+def test_an_instance_in_its_variant_is_taken_as_such() -> None:
+    """What its repr says can be given; in a list the variant holds for all, so it is a keyword there."""
+    codec = VidKV(page=64).by("official")
+    assert get_recipe(codec).build()[0][1] == get_recipe("vidkv", page=64, variant="official").build()[0][1] == codec
+    assert not get_recipe(codec, variant="exact").build()[0][1].official
+    with pytest.raises(MmaccelError, match="give it as a keyword"):
+        get_recipe(["divprune", codec])
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -172,7 +173,9 @@ def _alone(method: type[Method], stage: Stage) -> Recipe:
 
 
 def _of_method(which: Method | type[Method]) -> Recipe:
-    """The recipe of a method class, or of an instance with its options."""
+    """The recipe of a method class, or of an instance with its options and its variant."""
+    if isinstance(which, Method) and which.official:
+        return replace(_of_method(which.by("exact")), variant="official")
     kind = which if isinstance(which, type) else type(which)
     check_class(kind)
     as_dataclass(kind)
