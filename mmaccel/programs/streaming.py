@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from numbers import Integral
 from pathlib import Path
@@ -141,8 +141,8 @@ class VideoSession:
                     self._read()
 
     @torch.no_grad()
-    def ask(self, question: str, max_new_tokens: int = 64) -> str:
-        """The greedy answer to a question about all frames so far.
+    def ask(self, question: str, max_new_tokens: int = 64, on_token: Callable[[int], None] | None = None) -> str:
+        """The greedy answer to a question about all frames so far; ``on_token`` gets its tokens one by one.
 
         Raises
         ------
@@ -156,7 +156,7 @@ class VideoSession:
                 raise MmaccelError("There is nothing to ask about; push frames first.")
             if self._waiting:
                 self._read()
-            return self._answer(question, longest)
+            return self._answer(question, longest, on_token)
 
     @property
     def frames(self) -> int:
@@ -201,7 +201,7 @@ class VideoSession:
             vars(self).update(before)
             raise
 
-    def _answer(self, question: str, longest: int) -> str:
+    def _answer(self, question: str, longest: int, on_token: Callable[[int], None] | None) -> str:
         # the tokens after the frames of a prompt with this question
         words = encode(self.processor, [Prompt(question, clip=self._last)])
         probe = encode(self.processor, [Prompt("?", clip=self._last)])
@@ -220,6 +220,8 @@ class VideoSession:
                     answer.append(int(out.logits[0, -1].argmax()))
                     if answer[-1] in stops:
                         break
+                    if on_token is not None:
+                        on_token(answer[-1])
                     feed = {"input_ids": torch.tensor([answer[-1:]], device=model.device)}
         finally:
             restore()

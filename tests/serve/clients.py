@@ -64,6 +64,8 @@ def serving(name: str, named: str = "balanced", **options: Any) -> Iterator[Simp
 
     model, processor = ModelSlot(*loaded(name), 0).twin()
     door = {key: options.pop(key) for key in ("key", "allowed") if key in options}
+    if (limits := options.pop("limits_of_streams", None)) is not None:
+        door["limits"] = limits
     scheduler = server.make_scheduler(model, processor, get_recipe(named), **options)
     running = server.make_server(scheduler, name, **door)
     with server.bind("127.0.0.1", 0) as bound:
@@ -77,6 +79,7 @@ def serving(name: str, named: str = "balanced", **options: Any) -> Iterator[Simp
                 yield SimpleNamespace(
                     name=name,
                     scheduler=scheduler,
+                    app=running.config.app.state,
                     server=running,
                     client=client,
                     http=http,

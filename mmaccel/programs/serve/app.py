@@ -1,4 +1,4 @@
-"""The server as an ASGI application: ``/v1/chat/completions``, ``/v1/models``, ``/health``, ``/metrics``."""
+"""The server as an ASGI application: ``/v1/chat/completions``, ``/v1/streams``, ``/v1/models``, ``/health``, ``/metrics``."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...errors import MmaccelError
 from .. import allowed_hosts
 from ..model_lock import Stopped
 from .engine import Answer
@@ -30,6 +31,7 @@ from .errors import Refused, refusal
 from .metrics import Metrics
 from .scheduler import Job, Reservation, Scheduler
 from .schema import ChatRequest, read
+from .streams import StreamLimits, Streams
 
 #: bytes of the body of a request, and seconds in which it must be sent
 BODY, SENDING = 96 << 20, 60.0
@@ -45,13 +47,18 @@ logger = logging.getLogger(__name__)
 
 
 def make_app(
-    scheduler: Scheduler, name: str, key: str | None = None, allowed: Sequence[str] | None = None
+    scheduler: Scheduler,
+    name: str,
+    key: str | None = None,
+    allowed: Sequence[str] | None = None,
+    limits: StreamLimits | None = None,
 ) -> Starlette:
     """The application.
 
     name : of the model in requests and answers.
     key : the API key that requests must have; None for none.
     allowed : host names, or patterns of them, that ``Host`` headers may have beside ``localhost`` and addresses; None for all.
+    limits : of live streams.
     """
     recipe = scheduler.engines[0].recipe
     metrics = Metrics(name, recipe.name)
@@ -77,32 +84,37 @@ def make_app(
     async def figures(request: Request) -> Response:
         return Response(metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    chat = _Chat(scheduler, name, metrics)
+    chat, streams = _Chat(scheduler, name, metrics), Streams(scheduler, metrics, limits or StreamLimits(), _body)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        yield
+        async with streams.watched():
+            yield
         await asyncio.to_thread(scheduler.close)
         chat.close()
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route(CHAT, chat, methods=["POST"]),
+            *streams.routes(),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/health", health),
             Route("/metrics", figures),
         ],
         middleware=[Middleware(_AccessControl, metrics=metrics, key=key, allowed=allowed)],
-        exception_handlers={Refused: _refuse, HTTPException: _refuse},
+        exception_handlers={Refused: _refuse, HTTPException: _refuse, MmaccelError: _refuse},
         lifespan=lifespan,
     )
+    app.state.streams = streams
+    return app
 
 
 def _refuse(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         sentence = f"{request.method} {request.scope['path'][:200]}: {error.detail}."
         error = Refused(error.status_code, sentence, headers=dict(error.headers or {}))
+    error = refusal(error) or error
     assert isinstance(error, Refused)
     return JSONResponse(error.body(), error.status, error.headers)
 

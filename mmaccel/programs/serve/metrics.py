@@ -44,6 +44,15 @@ class Metrics:
         self._waiting.set_function(waiting)
         self._running.set_function(running)
 
+    def watch_streams(self, open_: Callable[[], int], parked: Callable[[], int]) -> Counter:
+        """Set what the gauges of live streams read; returns the counter of the questions that were answered."""
+        for name, help_, read in (
+            ("_streams", "Live streams that are open.", open_),
+            ("_streams_parked_bytes", "Bytes of frames that live streams have parked.", parked),
+        ):
+            Gauge(f"mmaccel{name}", help_, registry=self.registry).set_function(read)
+        return Counter("mmaccel_streams_answers", "Questions about live streams.", registry=self.registry)
+
     def answered(self, answer: Answer, first: float) -> None:
         """Count a whole answer, with ``first`` seconds to the first token."""
         self.visual_tokens.inc(answer.stats["visual_tokens"])

@@ -7,11 +7,13 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
 
 from ..model_lock import Stopped
-from .engine import Answer, Engine
+from .engine import Engine
 from .errors import Refused, refusal
 from .schema import ChatRequest
 
@@ -19,17 +21,32 @@ from .schema import ChatRequest
 HELD = 512 << 20
 
 
+@dataclass(frozen=True)
+class StreamWork:
+    """Work of a live stream: ``run`` gets the engine whose turn it is, and what :meth:`Engine.answer` gets beside a request;
+    what it returns comes as a :class:`Done`."""
+
+    run: Callable[[Engine, Callable[[str], None], threading.Event], Any]
+
+
+@dataclass(frozen=True)
+class Done:
+    """The end of a stream's work, and what it returned."""
+
+    result: Any
+
+
 class Job:
     """A request from its arrival to its answer; belongs to the event loop that made it. ``events`` has pieces of the text, then
     the answer, or the error that ended it."""
 
-    def __init__(self, request: ChatRequest) -> None:
+    def __init__(self, request: ChatRequest | StreamWork) -> None:
         self.request = request
         self.stop = threading.Event()
-        self.events: asyncio.Queue[str | Answer | BaseException] = asyncio.Queue()
+        self.events: asyncio.Queue[Any] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
-    def send(self, event: str | Answer | BaseException) -> None:
+    def send(self, event: Any) -> None:
         """Add an event, from any thread."""
         # the event loop may have ended
         with suppress(RuntimeError):
@@ -101,7 +118,7 @@ class Scheduler:
         return Refused(429, f"{reason}; try again in {seconds} s.", "queue_full", headers={"retry-after": seconds})
 
     @contextmanager
-    def queued(self, request: ChatRequest) -> Iterator[Job]:
+    def queued(self, request: ChatRequest | StreamWork) -> Iterator[Job]:
         """A request in the queue; leaving the block cancels it."""
         job = Job(request)
         self._jobs.add(job)
@@ -151,7 +168,10 @@ class Scheduler:
     def _answer(self, engine: Engine, job: Job) -> None:
         begin = time.monotonic()
         try:
-            answer = engine.answer(job.request, job.send, job.stop)
+            if isinstance(job.request, ChatRequest):
+                answer: Any = engine.answer(job.request, job.send, job.stop)
+            else:
+                answer = Done(job.request.run(engine, job.send, job.stop))
             self._mean += (time.monotonic() - begin - self._mean) / 8
             job.send(answer)
         except Stopped:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -27,6 +27,8 @@ from .errors import Refused
 PICTURES, CLIPS = 32, 8
 #: messages of one request, and parts of all of them
 MESSAGES, PARTS = 1024, 1024
+#: frames of one request of a live stream
+FRAMES = 64
 #: stop sequences, and characters of one
 STOPS, STOP = 4, 200
 #: fields of an object
@@ -256,11 +258,42 @@ class ChatRequest(_Strict):
         )
 
 
+class OpenStream(_Strict):
+    """Opening a live stream, see :class:`~mmaccel.VideoSession`."""
+
+    recall: _String = "rekv"
+    cap_tokens: int = 4096
+    fps: Annotated[float, Field(strict=False)] = 1.0
+    chunk: int = 8
+
+
+class PushFrames(_Strict):
+    """Frames of a stream: addresses of pictures."""
+
+    frames: Annotated[list[_String], Field(min_length=1, max_length=FRAMES)]
+
+
+class AskStream(_Strict):
+    """A question about a stream. ``stream``: the answer comes as an event stream."""
+
+    question: _String
+    max_tokens: int | None = None
+    stream: bool = False
+
+
+R = TypeVar("R", ChatRequest, OpenStream, PushFrames, AskStream)
+
+
 def read(text: bytes) -> ChatRequest:
     """The request in the body of a call. Raises Refused if it is not valid, or asks for what this server does not have."""
+    return read_as(text, ChatRequest)
+
+
+def read_as(text: bytes, kind: type[R]) -> R:
+    """The same of another kind of request."""
     given, addresses = parse(text)
     try:
-        return ChatRequest.model_validate(given, context=addresses)
+        return kind.model_validate(given, context=addresses)
     except ValidationError as error:
         raise _refused(error) from None
 

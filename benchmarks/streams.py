@@ -1,0 +1,125 @@
+"""A sign that a long stream shows once: how often a question behind the stream is answered, with recall and without.
+
+``python benchmarks/streams.py --out benchmarks/results/streams-cpu.json`` draws streams of many short scenes, one of which
+shows a sign for two frames somewhere in the first half. Sessions with the shipped video model follow it, each with the same
+room for keys, and are asked what the sign says. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from mmaccel import Stage, VideoSession
+from mmaccel.families.load import load
+from mmaccel.programs.bench import provenance
+from mmaccel.suite.clip import CLIP_TASKS, needle, render_clip
+from mmaccel.suite.questions import Turn
+from mmaccel.suite.rng import Rng, item_seed
+
+SIDE, SCENE = 112, 16
+
+
+def scenes(seed: int, frames: int) -> tuple[Iterator[np.ndarray], Turn]:
+    """Scenes of 16 frames ``[16, SIDE, SIDE, 3]``, and the question about the sign in one of them."""
+    rng, others = Rng(item_seed("test", seed, 200)), ("motion", "order", "change")
+    count = frames // SCENE
+    at = rng.integer(0, count // 2 - 1)
+    shown = None
+    while shown is None:
+        shown = needle(rng, SCENE)
+    clip, (turn,) = shown
+
+    def every() -> Iterator[np.ndarray]:
+        for number in range(count):
+            other = None
+            while other is None:
+                other = CLIP_TASKS[rng.pick(others)](rng, SCENE)
+            yield render_clip(clip if number == at else other[0], SIDE)
+
+    return every(), turn
+
+
+def sessions(model: Any, processor: Any, cap: int, frames: int) -> dict[str, VideoSession]:
+    """The sessions that are compared."""
+    given = {"processor": processor, "cap_tokens": cap, "fps": 4.0}
+    recalls = {
+        name: VideoSession(model, recall=Stage(name, options={"frames": frames}), **given)
+        for name in ("rekv", "em-llm", "streamingtom")
+    }
+    return {"infinipot-v": VideoSession(model, "infinipot-v", **given), **recalls}
+
+
+def follow(model: Any, processor: Any, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What every session made of one stream."""
+    found, every = sessions(model, processor, options.cap, options.recall), scenes(seed, options.frames)
+    spent, bytes_held = dict.fromkeys(found, 0.0), {name: list[int]() for name in found}
+    for scene in every[0]:
+        for name, session in found.items():
+            begin = time.perf_counter()
+            session.push(scene)
+            spent[name] += time.perf_counter() - begin
+            bytes_held[name].append(session.nbytes())
+    rows, turn = [], every[1]
+    for name, session in found.items():
+        begin = time.perf_counter()
+        answer = session.ask(turn.question, 16)
+        rows.append(
+            {
+                "session": name,
+                "stream": seed,
+                "right": answer == turn.answer,
+                "push_seconds": round(spent[name], 2),
+                "ask_seconds": round(time.perf_counter() - begin, 3),
+                "device_bytes_at_a_tenth": bytes_held[name][len(bytes_held[name]) // 10],
+                "device_bytes": session.nbytes(),
+                "parked_bytes": session.parked_bytes(),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=20, help="streams, each with a sign of its own (default: 20)")
+    parser.add_argument("--frames", type=int, default=3600, help="frames of a stream (default: 3600)")
+    parser.add_argument(
+        "--cap", type=int, default=260, help="keys a head of every layer, for all sessions (default: 260)"
+    )
+    parser.add_argument("--recall", type=int, default=4, help="frames that a question brings back (default: 4)")
+    parser.add_argument("--out", type=Path, required=True, help="JSON to write")
+    options = parser.parse_args()
+    model, processor = load("mini-qwen-vl", device="cpu")
+    rows = []
+    for seed in range(options.streams):
+        rows += follow(model, processor, seed, options)
+        print(seed, {row["session"]: row["right"] for row in rows[-4:]}, flush=True)
+    table = []
+    for name in dict.fromkeys(row["session"] for row in rows):
+        mine = [row for row in rows if row["session"] == name]
+        figures = {key: round(mean(row[key] for row in mine), 2) for key in mine[0] if key not in ("session", "stream")}
+        table.append({"session": name, "streams": len(mine), **figures})
+    report = {
+        "command": provenance.command("python", "benchmarks/streams.py"),
+        "date": provenance.today(),
+        "machine": provenance.processor(),
+        "versions": provenance.versions(),
+        "model": "mini-qwen-vl",
+        "frames": options.frames,
+        "cap_tokens": options.cap,
+        "recalled_frames": options.recall,
+        "sessions": table,
+        "rows": rows,
+    }
+    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
