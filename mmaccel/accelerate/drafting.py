@@ -27,6 +27,7 @@ from ..runtime.decoding.length import Costs, best_length
 from ..runtime.decoding.loop import Decoder
 from ..runtime.decoding.model_draft import ModelDraft
 from ..runtime.decoding.reader import Reader
+from ..runtime.decoding.shared_draft import SharedDraft
 
 #: the value of ``draft`` that makes the model draft for itself, whatever it costs; also the name of these drafts in figures
 SELF = "self"
@@ -101,6 +102,16 @@ class Drafts:
         if self.copying is not None:
             self.learned.answers = self.copying.store()
 
+    def shares_cache(self, plan: ModelPlan) -> bool:
+        """Whether the model drafts for itself over the cache that it verifies with: the recipe is a policy that reads a part of
+        the keys, and drops none."""
+        alone = plan.reading is not None and len(plan.stages) == 1
+        return alone and self.lossless and self._model_drafts and self.draft in (None, SELF)
+
+    def runs_bare(self, plan: ModelPlan) -> bool:
+        """Whether the model that verifies runs without the recipe."""
+        return self.lossless and not self.shares_cache(plan)
+
     def prepare(self, given: Mapping[str, Any], call: Call[ModelPlan]) -> None:
         """Prepare a call of ``generate`` with the arguments ``given``. Raises UnsupportedError if it has drafts of its own."""
         if given.get("assistant_model") is not None:
@@ -108,17 +119,27 @@ class Drafts:
                 "This model has drafts of mmaccel's, and assistant_model= is another; leave it out, or call "
                 "model.mmaccel.remove() first."
             )
-        call.inputs.tokenizer = given.get("tokenizer")
-        if self.lossless and call.plan.origin is not None:
-            call.stats.notes = [f"lossless: recipe {call.plan.origin.recipe.name!r} shapes drafts only"]
+        call.inputs.tokenizer, call.inputs.reads_all = given.get("tokenizer"), self.lossless
+        shaping = call.plan if self.shares_cache(call.plan) else call.plan.origin
+        if self.lossless and shaping is not None:
+            call.stats.notes = [f"lossless: recipe {shaping.recipe.name!r} shapes drafts only"]
 
-    def decoder(self, model: Any, family: Family, given: Mapping[str, Any], asked: Any, most: int | None) -> Decoder:
-        """The loop of one call of ``generate`` with the arguments ``given`` and ``mmaccel=asked``, for ``most`` new tokens."""
+    def decoder(
+        self, model: Any, family: Family, given: Mapping[str, Any], asked: Any, call: Call[ModelPlan]
+    ) -> Decoder:
+        """The loop of one ``call`` of ``generate`` with the arguments ``given`` and ``mmaccel=asked``."""
+        most = call.expected.new
         prompt = {name: value for name, value in given.items() if name not in _of_generate()}
         forbidden = frozenset(token for one in family.modalities if (token := family.token_id(one)) is not None)
 
         def make(reader: Reader) -> Sequence[Source]:
             sources: list[Source] = []
+            if not self.lossless and call.plan.policy is not None and call.plan.policy.method.recalls:
+                decoder.drafting.notes.append(
+                    f"drafts are off: {call.plan.policy.method.name} chooses the keys of every token by its query, and a block "
+                    "of tokens would read others"
+                )
+                return sources
             if self.copying is not None:
                 earlier = {} if self.learned.answers is None else {"earlier": self.learned.answers}
                 sources.append(Copying(self.copying.name, partial(self.copying, **earlier), forbidden))
@@ -127,8 +148,11 @@ class Drafts:
                     decoder.drafting.notes.append(f"no model drafts: the answer has at most {most} tokens")
             elif self.family is not None:
                 sources.append(ModelDraft(MODEL, self.family.model, prompt, {"mmaccel": asked}, most))
-            elif self.draft == SELF or (self._model_drafts and self._pays(family, reader, decoder.drafting)):
-                sources.append(ModelDraft(SELF, model, prompt, {"mmaccel": asked}, most))
+            elif self.draft == SELF or (self._model_drafts and self._pays(family, reader, decoder.drafting, call)):
+                if self.shares_cache(call.plan):
+                    sources.append(SharedDraft(SELF, reader, call.inputs))
+                else:
+                    sources.append(ModelDraft(SELF, model, prompt, {"mmaccel": asked}, most))
             return sources
 
         # the first call finds out what forwards of a batch of this size cost
@@ -144,10 +168,14 @@ class Drafts:
         """Whether a model is wanted to draft."""
         return self.draft is not None or (self.lossless and self.copying is None)
 
-    def _pays(self, family: Family, reader: Reader, drafting: Drafting) -> bool:
-        """Whether the model may draft for itself and gain: every draft step reads all weights, and saves keys alone."""
+    def _pays(self, family: Family, reader: Reader, drafting: Drafting, call: Call[ModelPlan]) -> bool:
+        """Whether the model may draft for itself and gain: every draft step reads all weights, and saves keys alone; all of
+        them, as far as is known, or those that the recipe leaves unread."""
         weights = sum(weight.numel() * weight.element_size() for weight in family.text.parameters())
-        price = weights / (weights + cache_bytes(reader.cache))
+        cache, unread = cache_bytes(reader.cache), 1.0
+        if self.shares_cache(call.plan) and (stage := next(iter(call.stats.stages.values()), None)) is not None:
+            unread = max(0, stage.tokens_in - (stage.resolved or 0)) / max(1, reader.ids.numel())
+        price = (weights + cache * (1 - unread)) / (weights + cache)
         if best_length(HOPE, price, Costs(), 8)[0]:
             return True
         drafting.notes.append(

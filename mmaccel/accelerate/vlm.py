@@ -199,7 +199,8 @@ class Accelerator(Handle):
             self._drop_stale(None)
             # a loop of the caller's own, and that of a model that drafts, take no drafts
             drafted = bool(self.drafts) and mmaccel is not False and kwargs.get("custom_generate") is None
-            call = self._call(mmaccel, cache_in(kwargs), lossless=drafted and self.drafts.lossless)
+            bare = drafted and self.drafts.runs_bare(self.plan)
+            call = self._call(mmaccel, cache_in(kwargs), lossless=bare)
             call.plan.check_generation(*configs)
             call.expected.new = first_set("max_new_tokens", *configs)
             call.inputs.drafted = drafted or any(
@@ -215,7 +216,7 @@ class Accelerator(Handle):
             if drafted:
                 self.drafts.prepare(given, call)
                 given = {**inspect.signature(original).bind_partial(*args, **kwargs).arguments, **given}
-                decoder = self.drafts.decoder(self._model, self.family, given, mmaccel, call.expected.new)
+                decoder = self.drafts.decoder(self._model, self.family, given, mmaccel, call)
                 kwargs["custom_generate"] = decoder
             push(call)
             try:

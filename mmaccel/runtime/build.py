@@ -369,7 +369,7 @@ def _runs_behind(call: Call[ModelPlan], forward: Continuation) -> Iterator[Run]:
         stages: Mapping[int, PlannedStage[Any]] = plan.stage_at_layer
         yield Reactivation(forward, stages)
     policy = None
-    if plan.policy is not None and plan.policy.method.decodes:
+    if plan.policy is not None and plan.policy.method.decodes and not call.inputs.reads_all:
         policy = _policy(call, forward, state)
         yield policy
     if plan.token_groups:

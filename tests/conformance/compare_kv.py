@@ -403,6 +403,22 @@ def snapkv(params: Params, arrays: Arrays) -> None:
     same_pairs(run, positions, arrays["out_k"], arrays["out_v"])
 
 
+def magicdec(params: Params, arrays: Arrays) -> None:
+    """Theirs mixes heads and queries unless the chunks in which it scores are the window; with pooling by maximum it does so
+    in any case, where KV heads have several query heads."""
+    queries, keys = arrays["in_q"].transpose(0, 1)[None], arrays["in_k"].transpose(0, 1)[None]
+    policy = make(
+        "magicdec",
+        window=params["window_size"],
+        kernel=params["kernel_size"],
+        pooling=_POOLING[params["pooling"]],
+        joint=True,
+    )
+    run = CacheRun(policy, params["draft_budget"])
+    run.prompt(keys, keys, queries)
+    same_positions(run.positions(), arrays["out_positions"][None])
+
+
 def speckv(params: Params, arrays: Arrays) -> None:
     """Of the window the second half was written by the draft: theirs stores its keys, and crops them afterwards."""
     queries, keys, values = (arrays[x] if x in arrays else arrays[f"in_{x}"] for x in "qkv")
@@ -644,6 +660,7 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("furiosa-ai/draft-based-approx-llm", "draft_approx_llm/speckv/util.py:compress_kv"): speckv,
     ("furiosa-ai/draft-based-approx-llm", "compress_kv"): speckv,
     ("FasterDecoding/SnapKV", "SnapKVCluster.update_kv"): snapkv,
+    ("Infini-AI-Lab/MagicDec", "Attention.gen_draft_kv"): magicdec,
     ("Zefan-Cai/KVCache-Factory", "SnapKVCluster.update_kv (kv_head granularity) [+ merge_kv]"): snapkv,
     ("Zefan-Cai/KVCache-Factory", "PyramidKVCluster.update_kv"): pyramid_lengths,
     ("Zefan-Cai/KVCache-Factory", "AdaKVCluster.update_kv"): adakv,

@@ -66,6 +66,16 @@ def quest(params: Params, arrays: Arrays) -> None:
     close(torch.einsum("bhk,bhkd->bhd", weight, values), arrays["out_attn_output"])
 
 
+def triforce(params: Params, arrays: Arrays) -> None:
+    """One query head a KV head; the query of theirs is the last of the prompt, and the choice stays for later steps."""
+    keys, query = arrays["in_k"].transpose(0, 1)[None], arrays["in_q"][None, :, None]
+    run = prompted(make("triforce", page=params["chunk_size"]), params["max_budget"], keys)
+    for number in range(2):
+        ours = read(run, query if not number else -query)[..., : keys.shape[2]]
+        for head, theirs in enumerate(arrays["out_positions"]):
+            same_set(ours[0, head].nonzero()[:, 0], theirs)
+
+
 def tokenselect(params: Params, arrays: Arrays) -> None:
     """Three steps, all of which choose anew; the query of theirs is the mean of a chunk, and scores are bfloat16."""
     keys = arrays["in_k"].transpose(0, 1)[None]
@@ -224,4 +234,5 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("xxhhbbbb/VisionPulse", "visionpulse/modeling_qwen3_vl.py:eager_attention_forward"): visionpulse,
     ("xxhhbbbb/VisionPulse", "visionpulse/triton/budget.py:build_sparse_decode_indices_q1"): visionpulse_blocks,
     ("hpcgroup/loki", "mask_attn_pca_topk"): loki,
+    ("Infini-AI-Lab/TriForce", "RetrievalCache.init_graph_cache"): triforce,
 }

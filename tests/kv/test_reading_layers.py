@@ -116,7 +116,9 @@ def test_what_a_step_does_not_read_is_hidden(
         assert (read[0] == read[0][:, :1]).all() and read[0][:, 0, :length].masked_select(visual).all()
         assert not read[1:, ..., :length].masked_select(visual[None, :, None]).all(), "everything is read"
     moves = torch.stack(held)[..., :length].long().diff(dim=0)
-    assert (moves > 0).any() and (moves < 0).any(), "no key came back"
+    # triforce chooses once a prompt
+    changes = (moves > 0).any() and (moves < 0).any()
+    assert bool(changes) != (name == "triforce"), "no key came back"
 
 
 @pytest.mark.parametrize("name", POLICIES)

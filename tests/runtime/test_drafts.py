@@ -18,9 +18,13 @@ from mmaccel import MmaccelError, UnsupportedError, accelerate_vlm, accelerated
 from mmaccel.accelerate import drafting as accelerate_drafting
 from mmaccel.decoding import drafters
 from mmaccel.decoding.base import Drafter
+from mmaccel.kv.policies.loki import Loki
+from mmaccel.kv.policies.quest import Quest
+from mmaccel.kv.policies.tokenselect import TokenSelect
 from mmaccel.method.model_options import KeepLoaded
 from mmaccel.runtime.decoding import drafting
 from mmaccel.runtime.decoding.length import Acceptance, Costs, best_length, expected
+from mmaccel.runtime.decoding.model_draft import ModelDraft
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -28,7 +32,7 @@ NEW = 28
 # by choice: before the language model, inside it, an eviction, a schedule, a codec, sparse reads, a merger
 DRAFTING = ("divprune", "fastv", "snapkv", "h2o", "kivi", "quest", "spacetime")
 # by choice: one of every kind whose cache is cut back
-VERIFYING = ("divprune", "fastv", "pyramiddrop", "snapkv", "adakv", "h2o", "streaming-llm", "kivi", "quest")
+VERIFYING = ("divprune", "fastv", "pyramiddrop", "snapkv", "adakv", "h2o", "streaming-llm", "kivi")
 
 
 class Liar(Drafter):
@@ -112,6 +116,55 @@ def test_a_model_drafts_over_a_reduced_prompt(family: str, recipe: str) -> None:
         assert torch.equal(out, bare)
         assert stats.drafting["drafted"] > 0, stats.notes
     assert not mmaccel.is_accelerated(other)
+
+
+READING = (Quest(page=4, least=1, layer=0), Loki(layer=0), TokenSelect(alike=2.0))
+
+
+@pytest.mark.parametrize("policy", READING, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("family", SHORT)
+def test_a_model_drafts_over_its_own_cache(
+    family: str, policy: Any, liar: type[Liar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that read a tenth of the cache draft, the same cache verifies and reads everything: no second prompt is read, and
+    nothing that was drafted stays."""
+    monkeypatch.setattr(ModelDraft, "_read_prompt", lambda *_: pytest.fail("the prompt is read twice"))
+    tiny, feed = zoo.model(family), zoo.inputs(family, "uneven")
+    bare = generate(tiny, feed, return_dict_in_generate=True)
+    figures = {}
+    for retain in (0.1, 1.0):
+        with accelerated(tiny, policy, retain=retain, lossless=True, draft="self", processor=zoo.processor(family)):
+            out = generate(tiny, feed, return_dict_in_generate=True)
+            figures[retain], notes = tiny.mmaccel.stats().drafting, tiny.mmaccel.stats().notes
+        assert torch.equal(out.sequences, bare.sequences)
+        assert out.past_key_values.get_seq_length() <= bare.past_key_values.get_seq_length()
+        assert f"lossless: recipe {policy.name!r} shapes drafts only" in notes
+    # what reads everything is always right, what reads little is not
+    assert figures[1.0]["accepted"] == figures[1.0]["drafted"] > 0
+    assert 0 < figures[0.1]["drafted"]
+
+
+def test_reading_less_of_the_cache_drafts_otherwise(liar: type[Liar]) -> None:
+    tiny, feed = zoo.model("qwen2_5_vl"), zoo.inputs("qwen2_5_vl", "images")
+    with accelerated(tiny, Quest(page=4, least=1, layer=0), retain=0.05, lossless=True, draft="self"):
+        out = generate(tiny, feed, max_new_tokens=60)
+        figures = tiny.mmaccel.stats().drafting
+    assert torch.equal(out, generate(tiny, feed, max_new_tokens=60))
+    assert figures["accepted"] < figures["drafted"]
+
+
+def test_what_reads_by_query_takes_no_drafts_but_lossless_ones(liar: type[Liar]) -> None:
+    """A block of tokens would read other keys than one token at a time."""
+    tiny, feed = zoo.model("llava"), zoo.inputs("llava")
+    policy = Quest(page=4, least=1, layer=0)
+    with accelerated(tiny, policy, retain=0.1):
+        plain = generate(tiny, feed)
+    with accelerated(tiny, policy, retain=0.1, lookup="liar"):
+        assert torch.equal(generate(tiny, feed), plain)
+        stats = tiny.mmaccel.stats()
+    assert not stats.drafting["drafted"] and any("quest chooses the keys" in note for note in stats.notes)
+    with accelerated(tiny, policy, retain=0.1, lossless=True):
+        assert torch.equal(generate(tiny, feed), generate(tiny, feed, mmaccel=False))
 
 
 @pytest.mark.parametrize("family", SHORT)

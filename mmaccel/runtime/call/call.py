@@ -40,6 +40,7 @@ class CallInputs:
     clips : the pixels of clips, for families whose towers have one function for pictures and clips.
     labels : a copy of the caller's labels; those predicted from dropped tokens are set to -100.
     drafted : whether ``generate`` verifies candidates of an assistant or of prompt lookup, or drafts of mmaccel's.
+    reads_all : whether the model verifies drafts for the bare model's answer over a cache that drafts read sparsely.
     tokenizer : of the caller, for stop strings.
     """
 
@@ -52,6 +53,7 @@ class CallInputs:
     clips: Tensor | None = None
     labels: Tensor | None = None
     drafted: bool = False
+    reads_all: bool = False
     tokenizer: Any = None
 
 
