@@ -264,7 +264,7 @@ def test_rows_may_set_options() -> None:
 def test_the_table_has_the_best_row_first() -> None:
     kinds = {"number": {"right": 4, "asked": 4}}
     rows = {
-        "knorm:0.1:chunk=8": {"kinds": {"number": {"right": 1, "asked": 4}}},
+        "knorm:0.1:neighbours=8": {"kinds": {"number": {"right": 1, "asked": 4}}},
         "none": {"kinds": kinds, "kv_bytes": 2**20},
     }
     found = {"rows": rows, "refused": {"sttm:0.5": "It is for clips."}, "versions": {"torch": "2.14"}}
@@ -272,7 +272,7 @@ def test_the_table_has_the_best_row_first() -> None:
     text = bench.table(found | {"command": "python benchmarks/pages.py", "date": "2026-11-26", "dtype": "bfloat16"})
     lines = text.splitlines()
     assert lines[2].startswith("| `none` |  | 100.0% of 4 (39.8 to 100.0) | 1.0 |")
-    assert lines[3].startswith("| `knorm chunk=8` | 0.1 | 25.0% of 4 (")
+    assert lines[3].startswith("| `knorm neighbours=8` | 0.1 | 25.0% of 4 (")
     assert "- `sttm:0.5`: It is for clips." in lines and "bfloat16, a CPU (x86-64), threads 2, torch 2.14" in text
 
 

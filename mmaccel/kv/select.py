@@ -35,8 +35,8 @@ def rank(
     scores : those of another policy, or those of this one that are there already; what is protected is that of ``policy``.
     """
     scores = scored(policy, keys) if scores is None else scores
-    if policy.chunk:
-        scores = by_chunks(scores, keys, policy.chunk)
+    if policy.neighbours:
+        scores = by_chunks(scores, keys, policy.neighbours)
     must = protected(policy, keys, start, question)
     return scores.masked_fill(must[:, None], torch.inf).masked_fill(~keys.valid[:, None], -torch.inf)
 

@@ -19,7 +19,7 @@ class StcPruner(ProjectorMethod):
 
     *Accelerating Streaming Video Large Language Models via Hierarchical Token Compression*, arXiv 2512.00891; its pruner.
 
-    A clip is read in chunks of ``chunk`` frames. Half of the channels are looked at, those of lowest variance in the first
+    A clip is read in chunks of ``frames`` frames. Half of the channels are looked at, those of lowest variance in the first
     chunk, so that means can be compared. The memory of a
     chunk is the mean of the means of all chunks up to it, as a unit vector; tokens ``x`` are unit vectors too. Of every
     frame the tokens with the smallest ``g(x, mean of the frame) + g(x, memory)`` stay, ``g`` as in ``vidcom2``, the lower
@@ -30,7 +30,7 @@ class StcPruner(ProjectorMethod):
 
     Parameters
     ----------
-    chunk : frames a chunk, 1 as in the program.
+    frames : frames a chunk, 1 as in the program.
 
     Paper and program: the program keeps its memory for as long as it runs; here it begins with the clip. It computes a score
     against the whole chunk too, which it does not use.
@@ -42,9 +42,9 @@ class StcPruner(ProjectorMethod):
     summary = "tokens unlike their frame and unlike what the stream showed before"
     paper = "arXiv 2512.00891"
     unit = "picture"
-    limits = {"chunk": "[1, inf)"}
+    limits = {"frames": "[1, inf)"}
 
-    chunk: int = 1
+    frames: int = 1
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> the most unusual tokens of every frame."""
@@ -65,7 +65,7 @@ class StcPruner(ProjectorMethod):
 
     def chunks(self, frame: Tensor) -> Tensor:
         """``[N, n]`` long: the chunk of the frame ``frame [N, n]`` of every token; -1 of none."""
-        return torch.where(frame < 0, -1, frame // self.chunk)
+        return torch.where(frame < 0, -1, frame // self.frames)
 
     def _seen(self, features: Tensor, chunk: Tensor, chunks: int) -> Tensor:
         """``[N, n, D // 2]`` float32: the channels that are looked at."""

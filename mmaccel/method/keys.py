@@ -141,8 +141,8 @@ class CacheOptions(Method):
         with ``h2o-decode`` and LLaVA, and at most 0.01 more in the other cases, with a cache 2 to 8 % of the full one larger.
     cap : keys that each head of a layer may hold, over all turns, instead of what prefill left; 0 for no cap.
     growth : keys by which that limit grows with every decoded token.
-    chunk : number of neighbouring keys that stay or go together, as in ChunkKV, arXiv 2502.00299 (10 there): all have the mean
-        score of their chunk, over heads too. A chunk holds keys of one picture or of text. 0 for no chunks.
+    neighbours : number of neighbouring keys that stay or go together, as in ChunkKV, arXiv 2502.00299 (10 there): all have the
+        mean score of their group, over heads too. A group holds keys of one picture or of text. 0 for no groups.
     sinks : number of keys at the start of the sequence that always stay.
     recent : newest keys that always stay; an int is a count, a float a share of the keys.
     protect : keys that always stay: visual keys without a cell (``separators``), text after the last picture (``question``).
@@ -159,7 +159,7 @@ class CacheOptions(Method):
     """
 
     limits = {
-        **dict.fromkeys(("every", "cap", "growth", "chunk", "sinks"), "[0, inf)"),
+        **dict.fromkeys(("every", "cap", "growth", "neighbours", "sinks"), "[0, inf)"),
         "recent": "[0, inf) or [0.0, 1.0]",
         "merge_share": "(0, 1]",
     }
@@ -170,7 +170,7 @@ class CacheOptions(Method):
     every: int = 0
     cap: int = 0
     growth: float = 0.0
-    chunk: int = 0
+    neighbours: int = 0
     sinks: int = 0
     recent: float = 0
     protect: tuple[str, ...] = ()
@@ -215,7 +215,7 @@ class CacheOptions(Method):
     def divides_heads(self) -> bool:
         """Whether the kept keys of a head depend on this head alone."""
         layers = self.choice("layer_budget")[0] in ("uniform", "pyramid", "kvpress")
-        return layers and self.choice("head_budget")[0] == "uniform" and not self.chunk
+        return layers and self.choice("head_budget")[0] == "uniform" and not self.neighbours
 
     @property
     def drops_lowest(self) -> bool:

@@ -117,8 +117,8 @@ class ReadingPolicy(Policy):
             raise MmaccelError(
                 f"{self.name} drops nothing; leave out layer_budget, head_budget, compact, every, cap and growth."
             )
-        if self.joint or self.chunk or self.protect or self.text_policy:
-            raise MmaccelError(f"{self.name} reads all text; leave out joint, chunk, protect and text_policy.")
+        if self.joint or self.neighbours or self.protect or self.text_policy:
+            raise MmaccelError(f"{self.name} reads all text; leave out joint, neighbours, protect and text_policy.")
 
     # --- for methods to fill in -----------------------------------------------------------------------------------
     @property

@@ -30,7 +30,7 @@ class SpecPrefill(DraftMethod):
         model's weights.
     lookahead : steps that are looked at; 8 as in the program's class, whose configurations have 1, 4 and 8.
     kernel : odd width of the average, 13 as in the program's "full" configurations; 0 for none.
-    chunk : tokens of a run, 32 as in the program; 0 for single tokens.
+    run : tokens of a run, 32 as in the program; 0 for single tokens.
 
     ``variant="official"``: whole runs stay, as many as the share of all of them rounded up.
 
@@ -41,12 +41,12 @@ class SpecPrefill(DraftMethod):
     name = "specprefill"
     summary = "tokens that a smaller model of the same family attends to while it begins to answer"
     paper = "arXiv 2502.02789"
-    limits = {"kernel": "odd or 0", "chunk": "[0, inf)"}
+    limits = {"kernel": "odd or 0", "run": "[0, inf)"}
 
     draft: str | Loaded = ""
     lookahead: int = 8
     kernel: int = 13
-    chunk: int = 32
+    run: int = 32
 
     def see(self, attention: LayerAttention, prompt: int) -> Tensor:
         """``[B, prompt]``: the last row, with nothing but the prompt to attend to."""
@@ -64,17 +64,17 @@ class SpecPrefill(DraftMethod):
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """Whole runs, rounded up."""
-        each = self.chunk or 1
+        each = self.run or 1
         return min(size, math.ceil(round(math.ceil(size / each) * retain, 9)) * each)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``draft_match [N, n]``, ``count [N]`` -> the runs of the highest mean."""
         score = tokens.signals["draft_match"].masked_fill(~tokens.valid, -torch.inf)
         order = score.argsort(dim=1, descending=True, stable=True)
-        if self.chunk:
-            run = torch.arange(score.shape[1], device=score.device).div(self.chunk, rounding_mode="floor")
+        if self.run:
+            run = torch.arange(score.shape[1], device=score.device).div(self.run, rounding_mode="floor")
             run = run.expand_as(score)
-            shape = (len(score), int(score.shape[1] // self.chunk + 1))
+            shape = (len(score), int(score.shape[1] // self.run + 1))
             size = score.new_zeros(shape).scatter_add(1, run, tokens.valid.to(score))
             mean = score.new_zeros(shape).scatter_add(1, run, score.masked_fill(~tokens.valid, 0.0)) / size.clamp(min=1)
             mean = mean.masked_fill(size == 0, -torch.inf)

@@ -21,7 +21,7 @@ def attention(logits: Tensor) -> LayerAttention:
 
 
 def specprefill(params: Params, arrays: Arrays) -> None:
-    scores, options = arrays["scores"], {"chunk": params["chunk_size"] or 0, "kernel": params["pool_kernel_size"] or 0}
+    scores, options = arrays["scores"], {"run": params["chunk_size"] or 0, "kernel": params["pool_kernel_size"] or 0}
     method, size = make("specprefill", lookahead=params["look_ahead"], **options), scores.shape[3]
     steps = [
         torch.stack([method.see(attention(layer[:, step : step + 1]), size) for layer in scores]).amax(0)

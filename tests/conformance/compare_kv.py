@@ -575,7 +575,7 @@ def chunkkv(params: Params, arrays: Arrays) -> None:
     found = re.fullmatch(r"SnapKV window (\d+) kernel (\d+)", params["inner"])
     if found is None:
         raise NotOffered(f"chunks of scores by {params['inner']}")
-    policy = make("snapkv", window=int(found[1]), kernel=int(found[2]), chunk=params["chunk_length"], joint=True)
+    policy = make("snapkv", window=int(found[1]), kernel=int(found[2]), neighbours=params["chunk_length"], joint=True)
     run = CacheRun(policy, len(arrays["out_kept"]))
     run.prompt(arrays["in_k"], arrays["in_v"], last_queries({"window_size": policy.window}, arrays))
     same_positions(run.positions(), arrays["out_kept"].expand(*arrays["in_k"].shape[:2], -1))

@@ -40,7 +40,7 @@ RECIPES = {
     "criticalkv-narrow": stage("criticalkv", window=4),
     "windowkv-narrow": stage("windowkv", window=4, width=3),
     "windowkv-average": stage("windowkv", window=4, width=3, strategy="average", layer_budget="uniform", joint=True),
-    "chunks": stage("snapkv", chunk=3),
+    "chunks": stage("snapkv", neighbours=3),
     "joint": stage("h2o", joint=True, sinks=2, recent=0.1),
     "text": stage("snapkv", text_retain=0.5, text_policy="knorm", protect=("question", "separators")),
 }

@@ -447,7 +447,7 @@ def test_options_that_make_no_sense(name: str) -> None:
         ({"head_budget": "adaptive"}, nothing),
         ({"growth": 0.5}, nothing),
         ({"joint": True}, text),
-        ({"chunk": 4}, text),
+        ({"neighbours": 4}, text),
         ({"protect": ("question",)}, text),
         ({"text_policy": "knorm"}, text),
         ({"layer": -1}, "must be an int, at least 0"),

@@ -46,7 +46,7 @@ RECIPES = {
     "uniform": recipe(SNAPKV),
     "pyramid": recipe(("windowkv", 0.3, {"window": 8})),
     "text": recipe(("snapkv", 0.3, {"window": 8, "protect": ("question",), "text_policy": "knorm"}), text_retain=0.5),
-    "chunks": recipe(("snapkv", 0.3, {"window": 8, "chunk": 4})),
+    "chunks": recipe(("snapkv", 0.3, {"window": 8, "neighbours": 4})),
     "merged": recipe(("h2o", 0.3, {"compact": "average"})),
     "nearest": recipe(("elastic-cache", 0.3, {})),
     "as its authors": recipe(("elastic-cache", 0.3, {})).override(variant="official"),

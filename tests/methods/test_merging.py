@@ -79,7 +79,7 @@ METHODS: list[TokenMethod] = [
     SpaceTime(),
     SpaceTime(change=0.5),
     StcPruner(),
-    StcPruner(chunk=3).by("official"),
+    StcPruner(frames=3).by("official"),
     StreamDvc(),
     StreamDvc(iterations=3),
     StreamDvc(neighbours=True),
