@@ -98,7 +98,14 @@ def test_the_type_of_every_value_counts():
 
 @pytest.mark.parametrize(
     "change",
-    [{"positions": "paper"}, {"variant": "official"}, {"proportional": "all"}, {"name": "n"}, {"summary": "s"}],
+    [
+        {"positions": "paper"},
+        {"variant": "official"},
+        {"proportional": "all"},
+        {"chunk": 8},
+        {"name": "n"},
+        {"summary": "s"},
+    ],
 )
 def test_every_field_of_a_recipe_counts(change):
     base = get_recipe("divprune", retain=0.5)

@@ -30,6 +30,7 @@ from ..runtime.call.call import Call, CallInputs, VisionState, current, pop, pus
 from ..runtime.call.forward import PromptResult, StageResult
 from ..runtime.call.hooks import TextHooks, show_dropped
 from ..runtime.call.plan import Kernels, ModelPlan, Offload, first_set
+from ..runtime.call.split_prefill import split_forward
 from ..runtime.call.vision_output import VisionOutput
 from ..runtime.graphs import captured
 from ..runtime.tower.attention import VISION
@@ -152,6 +153,7 @@ class Accelerator(Handle):
         if plan.reuse is not None:
             self.reuse = FrameReuse(plan, self._wrap)
         self.text = TextHooks(plan, make_runs, self.check_attached, self._hook)
+        self._wrap(family.text, "forward", functools.partial(split_forward, plan))
         hook_queries(plan, self._hook)
         self._hook(inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
         for module in (model, inner):
@@ -162,27 +164,20 @@ class Accelerator(Handle):
         self._wrap(model, "set_attn_implementation", self._set_attention)
         if self.drafts:
             self._wrap(model, "_get_stopping_criteria", functools.partial(_with_tokenizer, plan))
-        if plan.active:
-            self._wrap(model, "_valid_auto_compile_criteria", functools.partial(captured.may_capture, plan))
-            self._wrap(model, "get_compiled_call", functools.partial(captured.captured_forward, plan))
         share_towers(self.fallback, family, self._wrap)
         for modality in family.modalities:
             if hasattr(inner, f"get_{modality}_features"):
                 self._wrap(inner, f"get_{modality}_features", functools.partial(_encode, plan, modality))
+        self._shapes = False
         if plan.active:
-            for target, name, wrapper in family.wrappers():
-                self._wrap(target, name, functools.partial(_in_call, wrapper, plan))
-            for name in filter(functools.partial(hasattr, model), _CONTINUOUS):
-                self._wrap(model, name, _no_continuous_batching)
-            self._patch_attention(family.text, TEXT)
-            if self.taps.need_attention or plan.encoder is not None or plan.patches is not None:
-                for tower in family.towers():
-                    self._patch_attention(tower, VISION)
+            _shape(self)
 
     # --- while it runs ----------------------------------------------------------------------------------------
     def _call(self, asked: Any, cache: Any, opened_by: Any = None, lossless: bool = False) -> Call[ModelPlan]:
         """The call for an argument ``mmaccel=asked``."""
         plan = plan_for_call(self.plan, asked, lossless)
+        if plan.active and not self._shapes:
+            _shape(self)
         if asked is False or lossless:
             _check_bare(plan, cache)
         stats = Stats(plan.recipe.name, notes=list(plan.notes))
@@ -200,6 +195,7 @@ class Accelerator(Handle):
             # a loop of the caller's own, and that of a model that drafts, take no drafts
             drafted = bool(self.drafts) and mmaccel is not False and kwargs.get("custom_generate") is None
             bare = drafted and self.drafts.runs_bare(self.plan)
+            mmaccel = _take_chunk(self.plan, mmaccel, configs, kwargs)
             call = self._call(mmaccel, cache_in(kwargs), lossless=bare)
             call.plan.check_generation(*configs)
             call.expected.new = first_set("max_new_tokens", *configs)
@@ -304,6 +300,33 @@ def _check_bare(plan: ModelPlan, cache: Any) -> None:
             "This cache holds what mmaccel left of its prompt, which the bare model would misread; leave out mmaccel=False, "
             "or begin with a new cache."
         )
+
+
+def _shape(handle: Accelerator) -> None:
+    """Let mmaccel shape the forwards of a model: of a recipe without stages when the first call asks for it."""
+    model, plan, family = handle._model, handle.plan, handle.family
+    handle._shapes = True
+    handle._wrap(model, "_valid_auto_compile_criteria", functools.partial(captured.may_capture, plan))
+    handle._wrap(model, "get_compiled_call", functools.partial(captured.captured_forward, plan))
+    for target, name, wrapper in family.wrappers():
+        handle._wrap(target, name, functools.partial(_in_call, wrapper, plan))
+    for name in filter(functools.partial(hasattr, model), _CONTINUOUS):
+        handle._wrap(model, name, _no_continuous_batching)
+    handle._patch_attention(family.text, TEXT)
+    if handle.taps.need_attention or plan.encoder is not None or plan.patches is not None:
+        for tower in family.towers():
+            handle._patch_attention(tower, VISION)
+
+
+def _take_chunk(plan: ModelPlan, asked: Any, configs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call is asked for, with ``prefill_chunk_size`` as its chunk: transformers would cut a prompt before anything of it
+    is reduced, and is not told in ``kwargs``."""
+    size = first_set("prefill_chunk_size", *configs)
+    if size is None or asked is False or not plan.active:
+        return asked
+    plan.check_generation(*configs)
+    kwargs["prefill_chunk_size"] = None
+    return {"chunk": size, **(asked if isinstance(asked, Mapping) else {})}
 
 
 def _encode(plan: ModelPlan, modality: Any, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -427,6 +450,7 @@ def accelerate_vlm(
     variant: Variant | None = None,
     text_retain: float | None = None,
     proportional: Proportional | None = None,
+    chunk: int | None = None,
     kernels: Kernels = "auto",
     offload: Offload | None = None,
     lossless: bool = False,
@@ -454,6 +478,8 @@ def accelerate_vlm(
     text_retain : share of the text keys that a cache policy keeps; by default all of them.
     proportional : ``"pictures"`` or ``"all"``: in the attention of the language model tokens that are left, of pictures or of
         clips too, weigh as many as they represent; see :class:`Recipe`. By default ``"none"`` do.
+    chunk : tokens of a prompt that the language model reads at once, so that activations do not grow with the prompt; see
+        :class:`Recipe`. By default all. ``prefill_chunk_size`` of ``generate`` is taken for it.
     kernels : ``"auto"`` runs Triton kernels on GPUs on which they build; ``"off"`` runs their plain definitions for this model,
         whatever the device.
     offload : ``"host"`` keeps keys and values in pinned host memory. A layer is fetched while the one before it computes; of
@@ -476,8 +502,8 @@ def accelerate_vlm(
     Returns
     -------
     The same model. ``model.mmaccel`` is its :class:`Accelerator`: ``stats()``, ``recipe``, ``remove()``. Its ``generate`` and
-    its forward take ``mmaccel=``: a mapping such as ``{"retain": 0.1}`` (retain, positions, variant, text_retain, proportional)
-    holds for this one call, and ``False`` runs the bare model once.
+    its forward take ``mmaccel=``: a mapping such as ``{"retain": 0.1}`` (retain, positions, variant, text_retain, proportional,
+    chunk) holds for this one call, and ``False`` runs the bare model once.
 
     Raises
     ------
@@ -515,6 +541,7 @@ def accelerate_vlm(
         variant=variant,
         text_retain=text_retain,
         proportional=proportional,
+        chunk=chunk,
         **options,
     )
     target = _model(model)
@@ -539,6 +566,7 @@ def accelerated(
     variant: Variant | None = None,
     text_retain: float | None = None,
     proportional: Proportional | None = None,
+    chunk: int | None = None,
     kernels: Kernels = "auto",
     offload: Offload | None = None,
     lossless: bool = False,
@@ -558,7 +586,8 @@ def accelerated(
     False
     """
     given: dict[str, Any] = {"retain": retain, "positions": positions, "variant": variant, "text_retain": text_retain}
-    given |= {"proportional": proportional, "processor": processor, "kernels": kernels, "offload": offload, **options}
+    given |= {"proportional": proportional, "chunk": chunk, "processor": processor, "kernels": kernels}
+    given |= {"offload": offload, **options}
     given |= {"lossless": lossless, "draft": draft, "lookup": lookup, "fallback": fallback}
     return restored(lambda: accelerate_vlm(model, recipe, **given), lambda: Accelerator.on(_model(model)))
 

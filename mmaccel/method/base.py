@@ -245,6 +245,12 @@ class Method(ABC):
                 f"of one piece, and {self.name!r} is not; leave one of them out."
             )
 
+    @property
+    def needs_whole_prompt(self) -> str | None:
+        """The reason why the language model cannot read a prompt in chunks with this method, as the end of "NAME ..."; None
+        where it can."""
+        return None
+
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """Number of the ``size`` tokens of a picture or clip that the authors' program keeps at the ratio ``retain``.
 

@@ -36,6 +36,12 @@ class ChunkMethod(TokenMethod):
     """
 
     site = "layers"
+
+    @property
+    def needs_whole_prompt(self) -> str | None:
+        """The reason: it cuts prompts itself."""
+        return "cuts the prompt into chunks of its own, which do not see each other"
+
     excludes = dict.fromkeys(
         ("layers", "cache", "codec"),
         "one joins what layers have stored of chunks, and the other needs a prompt in one piece there",

@@ -73,3 +73,8 @@ class DraftPolicy(Drafted, Policy):
     prompt. A row whose draft ends its answer has fewer (``places`` and ``index`` of -1). Keys of all layers wait for the end
     of the forward.
     """
+
+    @property
+    def needs_whole_prompt(self) -> str | None:
+        """The reason: the draft writes behind the whole prompt."""
+        return "scores keys by a text that is written behind the whole prompt"

@@ -291,6 +291,24 @@ class Policy(CacheOptions):
         super().check_settings(positions, proportional)
         self.text_ranker()
 
+    @property
+    def needs_whole_prompt(self) -> str | None:
+        """The reason why keys cannot be evicted after each chunk of a prompt, by what is known then; None where they can."""
+        layers, heads = self.choice("layer_budget")[0], self.choice("head_budget")[0]
+        if self.recalls:
+            return None
+        if self.deferred:
+            return "evicts keys when all layers have read the prompt"
+        if self.future:
+            return "scores keys by the mean of all queries of the prompt"
+        if self.budget == "adaptive":
+            return "lets the content of the whole prompt decide how many keys stay"
+        if layers not in ("uniform", "pyramid", "kvpress"):
+            return f"splits its budget over layers by the content of the whole prompt (layer_budget={layers!r})"
+        if heads != "uniform":
+            return f"splits its budget over heads by the content of the whole prompt (head_budget={heads!r})"
+        return None
+
     def text_ranker(self) -> Policy | None:
         """The policy that :attr:`text_policy` names, with its default options.
 

@@ -150,6 +150,11 @@ class LayerMethod(TokenMethod):
     needs_rotary: ClassVar[bool] = False
     layer: float
 
+    @property
+    def needs_whole_prompt(self) -> str | None:
+        """The reason: it chooses among all tokens of a prompt."""
+        return "chooses among all tokens of the prompt between two layers"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         first = self.lowest

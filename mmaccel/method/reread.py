@@ -48,6 +48,11 @@ class RereadPolicy(Policy):
     stretch: int
 
     @property
+    def needs_whole_prompt(self) -> str | None:
+        """The reason: the prompt is read twice."""
+        return "reads the whole prompt again before it evicts"
+
+    @property
     def weighs_output(self) -> bool:
         """Whether :attr:`Reread.entering` and :attr:`Reread.outgoing` are to be filled."""
         return False

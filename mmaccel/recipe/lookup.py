@@ -58,6 +58,7 @@ def get_recipe(
     variant: Variant | None = None,
     text_retain: float | None = None,
     proportional: Proportional | None = None,
+    chunk: int | None = None,
     **options: Any,
 ) -> Recipe:
     """The recipe that a name, method, stage, mapping, file or list of these describes.
@@ -67,8 +68,8 @@ def get_recipe(
     which : the name of a recipe or method; a method with its options, such as ``FastV(layer=3)``, or its class, also one of
         yours that is not registered; a :class:`Stage`; a :class:`Recipe`; its content as a mapping or as JSON, or a JSON file;
         the folder of a selector (see :class:`~mmaccel.Learned`); or several of these, in the order of their sites.
-    retain, positions, variant, text_retain, proportional, **options : see :func:`mmaccel.accelerate_vlm`; None is as the recipe
-        says.
+    retain, positions, variant, text_retain, proportional, chunk, **options : see :func:`mmaccel.accelerate_vlm`; None is as the
+        recipe says.
 
     Raises
     ------
@@ -89,6 +90,7 @@ def get_recipe(
         "variant": variant,
         "text_retain": text_retain,
         "proportional": proportional,
+        "chunk": chunk,
     }
     return _recipe(which).override(**{name: value for name, value in given.items() if value is not None}, **options)
 
@@ -193,7 +195,7 @@ def _joined(parts: list[Recipe]) -> Recipe:
     anchor: int | None = None
     stages: list[Stage] = []
     for part in parts:
-        whole = {name: getattr(part, name) for name in ("positions", "variant", "text_retain", "proportional")}
+        whole = {name: getattr(part, name) for name in ("positions", "variant", "text_retain", "proportional", "chunk")}
         for name, value in whole.items():
             if value != getattr(Recipe, name):
                 raise MmaccelError(

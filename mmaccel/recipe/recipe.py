@@ -25,7 +25,7 @@ Proportional = Literal["none", "pictures", "all"]
 #: sites at which tokens are dropped
 _BEFORE_CACHE = ("patches", "encoder", "projector", "layers")
 #: what a caller may set besides options of methods
-_OVERRIDES = ("retain", "positions", "variant", "text_retain", "proportional")
+_OVERRIDES = ("retain", "positions", "variant", "text_retain", "proportional", "chunk")
 _SITES = ("frames", "patches", "encoder", "projector", "layers", "cache", "codec")
 
 
@@ -153,6 +153,11 @@ class Recipe:
         arXiv 2504.08966): every token that is dropped before the language model counts for the one that is left of its
         picture and most like it, and ``log n`` is added to the attention logits of a token that represents ``n``. It is for
         recipes that do not touch the cache; flash attention gives way to sdpa.
+    chunk : tokens that the language model reads at once of a prompt, of those that methods before it leave; None for all. The
+        answer is that of one piece, up to rounding, and activations are those of a chunk. A cache policy evicts after each
+        chunk what exceeds its budget for the whole prompt, so that no layer holds more than budget, text and one chunk; it
+        chooses by what it has seen up to there, and queries see what is left of earlier chunks. Methods that need the whole
+        prompt inside the language model, and ``text_retain`` of a policy, are refused.
     anchor : the number of the stage that ``retain`` sets, if the others before and inside the language model keep their
         proportion to it (where one of them would then keep everything, all shares are raised to one power instead); by default
         ``retain`` sets the last of them, and stages before it leave at least as much.
@@ -175,6 +180,7 @@ class Recipe:
     paper: str = ""
     anchor: int | None = None
     proportional: Proportional = "none"
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
         if self.positions not in ("keep", "gap", "paper"):
@@ -187,6 +193,7 @@ class Recipe:
             raise MmaccelError(f"proportional={self.proportional!r} is unknown; use 'none', 'pictures' or 'all'.")
         if self.text_retain is not None:
             check_retain(self.text_retain, "text_retain")
+        _check_size(self.chunk)
         _check_sites(self.name, [stage.kind for stage in self.stages])
         for stage in self.stages:
             if stage.retain is not None:
@@ -315,6 +322,7 @@ class Recipe:
                     f"Method {method.name!r} needs a budget; give retain=0.25 or a count such as retain=64."
                 )
             method.check_settings(self.positions, self.proportional)
+            _check_chunk(self, method)
         return built
 
     # --- as data ----------------------------------------------------------------------------------------------
@@ -409,6 +417,28 @@ def _check_sites(name: str, methods: Sequence[type[Method]]) -> None:
         _refuse_pair(name, one, other, one.excludes.get(other.site))
 
 
+def _check_size(chunk: Any) -> None:
+    """Raise :class:`MmaccelError` unless ``chunk`` is None or a number of tokens."""
+    if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
+        raise MmaccelError(
+            f"chunk must be a whole number of tokens, at least 1, got {chunk!r:.40}; leave it out for one piece."
+        )
+
+
+def _check_chunk(recipe: Recipe, method: Method) -> None:
+    """Raise :class:`MmaccelError` if the prompts of ``recipe`` cannot be read in chunks with one of its methods."""
+    if recipe.chunk is None:
+        return
+    why = method.needs_whole_prompt
+    if method.site == "cache" and recipe.text_retain is not None and why is None:
+        why = f"evicts text of the whole prompt with text_retain={recipe.text_retain!r}"
+    if why is not None:
+        raise MmaccelError(
+            f"chunk={recipe.chunk} cannot be used with {method.name!r}, which {why}; leave out chunk, or use a method before "
+            "the language model."
+        )
+
+
 def _refuse_pair(name: str, one: Method | type[Method], other: Method | type[Method], why: str | None) -> None:
     if why is not None:
         raise MmaccelError(
@@ -417,8 +447,10 @@ def _refuse_pair(name: str, one: Method | type[Method], other: Method | type[Met
 
 
 def overrides(recipe: Recipe) -> list[str]:
-    """Names that :meth:`Recipe.override` takes for a recipe; none for one without stages."""
-    return [*_OVERRIDES, *sorted(set().union(*(_options(one.kind) for one in recipe.stages)))] if recipe.stages else []
+    """Names that :meth:`Recipe.override` takes for a recipe; for one without stages ``chunk``."""
+    if not recipe.stages:
+        return ["chunk"]
+    return [*_OVERRIDES, *sorted(set().union(*(_options(one.kind) for one in recipe.stages)))]
 
 
 def _options(cls: type[Method]) -> set[str]:

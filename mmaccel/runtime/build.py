@@ -49,6 +49,7 @@ from ..recipe.recipe import check_together
 from .cache.eviction import CachePolicy, EvictByDraft, EvictByReread, EvictKeys
 from .cache.offload import FetchKeys, ParkKeys
 from .cache.packing import PackKeys
+from .cache.piece_eviction import EvictByPiece
 from .cache.reading import ReadKeys, RecallKeys
 from .cache.recall import AskFrames, ReadFrames, RecallRun
 from .call.call import Call
@@ -64,6 +65,7 @@ from .call.plan import (
     checked_offload,
 )
 from .call.runs import Run, TextInputs
+from .call.split_prefill import SplitPrefill
 from .layers import reactivation
 from .layers.chunked_prefill import ChunkedPrefill
 from .layers.reactivation import Reactivation
@@ -75,7 +77,7 @@ from .prompt.reduce import LookFirst, ReducePrompt, WritePrompt, positions_every
 from .prompt.tokens import TokenReducer
 
 #: options that may differ in one call: all others decide which modules are hooked and which taps the tower has
-PER_CALL = ("retain", "positions", "variant", "text_retain", "proportional")
+PER_CALL = ("retain", "positions", "variant", "text_retain", "proportional", "chunk")
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
@@ -335,6 +337,7 @@ def make_runs(call: Call[ModelPlan], forward: Forward) -> Iterator[Run]:
 
 def _runs_of_prompt(call: Call[ModelPlan], prompt: Prompt) -> Iterator[Run]:
     plan, state = prompt.plan, prompt.state
+    split = None if plan.recipe.chunk is None else SplitPrefill(prompt, plan.recipe.chunk)
     reactivation.check_rows(prompt)
     reducer = TokenReducer(prompt, call.vision)
     yield ReducePrompt(call, prompt, reducer, _looks_first(plan))
@@ -351,7 +354,7 @@ def _runs_of_prompt(call: Call[ModelPlan], prompt: Prompt) -> Iterator[Run]:
         yield chunks
     policy, recall = None, _recall(prompt, state)
     if state is not None and plan.policy is not None and recall is None:
-        policy = _policy(call, prompt, state)
+        policy = _policy(call, prompt, state, split)
         yield policy
     if state is not None and plan.token_groups:
         yield PackKeys(prompt, state, policy)
@@ -360,6 +363,8 @@ def _runs_of_prompt(call: Call[ModelPlan], prompt: Prompt) -> Iterator[Run]:
     if recall is not None:
         yield recall
     yield prepared
+    if split is not None and recall is None:
+        yield split
 
 
 def _runs_behind(call: Call[ModelPlan], forward: Continuation) -> Iterator[Run]:
@@ -377,6 +382,8 @@ def _runs_behind(call: Call[ModelPlan], forward: Continuation) -> Iterator[Run]:
     yield ContinueText(forward)
     if (recall := _recall(forward, state)) is not None:
         yield recall
+    elif plan.recipe.chunk is not None and plan.splits(forward.length):
+        yield SplitPrefill(forward, plan.recipe.chunk)
 
 
 def _recall(forward: Forward, state: CacheState | None) -> RecallRun | None:
@@ -390,7 +397,9 @@ def _recall(forward: Forward, state: CacheState | None) -> RecallRun | None:
     return AskFrames(forward, stage.method, state, memory) if memory.asking else None
 
 
-def _policy(call: Call[ModelPlan], forward: Forward, state: CacheState) -> CachePolicy:
+def _policy(
+    call: Call[ModelPlan], forward: Forward, state: CacheState, split: SplitPrefill | None = None
+) -> CachePolicy:
     """The run of a plan's policy."""
     plan = forward.plan
     assert plan.policy is not None
@@ -402,6 +411,8 @@ def _policy(call: Call[ModelPlan], forward: Forward, state: CacheState) -> Cache
         return EvictByDraft(call, forward, plan.draft_policy, state)
     if isinstance(plan.policy.method, RereadPolicy) and isinstance(forward, Prompt):
         return EvictByReread(call, forward, plan.policy, state)
+    if split is not None:
+        return EvictByPiece(forward, plan.policy, state, split)
     return EvictKeys(forward, plan.policy, state)
 
 

@@ -156,7 +156,7 @@ AttentionMaskInterface.register("laws_replay", lambda *args, **kwargs: None)
 class Seen:
     """Which keys of the prompt are to be seen, per layer with attention.
 
-    prompt : by the queries of the prompt, `[B, S]` bool each, or `[B, S, S]` query by query.
+    prompt : by the queries of the prompt, `[B, S]` bool each, or `[B, S, S]` query by query, or `[B, Hkv, S, S]` by heads too.
     later : by the queries behind it, `[B, Hkv, S]` bool each, or `[B, Hkv, T, S]` query by query.
     states : per layer with a recurrent state, which tokens of the prompt it runs over; by default those that the next layer
         with attention sees, or behind the last of these the same as that.
@@ -549,7 +549,8 @@ def replay(
         heads = known.heads_in(number)[0]
         mask = (mask & valid[:, None])[:, None].repeat(1, heads, 1, 1)
         first, behind = seen.prompt[at], seen.later[at]
-        mask[:, :, :length, :length] &= first[:, None, None] if first.dim() == 2 else first[:, None]
+        first = first if first.dim() == 4 else first[:, None, None] if first.dim() == 2 else first[:, None]
+        mask[:, :, :length, :length] &= first
         mask[:, :, length:, :length] &= behind[:, :, None] if behind.dim() == 3 else behind
         # rows that see nothing (padding, dropped tokens) must stay finite; nobody looks at them
         layer.self_attn.visible = (mask | torch.eye(len(place), dtype=torch.bool)).repeat_interleave(

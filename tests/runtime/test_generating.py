@@ -199,22 +199,6 @@ def test_cache_objects_that_cannot_shrink_are_refused() -> None:
         tiny.generate(**feed, max_new_tokens=2, past_key_values=given)
 
 
-@pytest.mark.parametrize("family", SHORT)
-def test_chunked_prefill_is_refused(family: str) -> None:
-    """Only the first chunk would be reduced."""
-    tiny, feed = zoo.model(family), inputs(family)
-    config = transformers.GenerationConfig(prefill_chunk_size=8)
-    with accelerated(tiny, "random"):
-        for options in ({"prefill_chunk_size": 8}, {"generation_config": config}):
-            with pytest.raises(UnsupportedError, match="prefill_chunk_size"):
-                tiny.generate(**feed, max_new_tokens=2, **options)
-        tiny.generation_config.prefill_chunk_size = 8
-        with pytest.raises(UnsupportedError, match="prefill_chunk_size"):
-            tiny.generate(**feed, max_new_tokens=2)
-    with pytest.raises(UnsupportedError, match="prefill_chunk_size"):
-        accelerate_vlm(tiny, "random")
-
-
 def test_layers_below_deepstack_are_refused() -> None:
     """Tokens that layers 0 to 2 still add features to cannot go before layer 3."""
     with pytest.raises(UnsupportedError, match="DeepStack"):

@@ -355,6 +355,7 @@ def test_settings_of_an_override():
         ({"recipe": "divprune", "layer": 3}, "is not an option"),
         ({"recipe": "divprune", 3: 4}, "is not an option"),
         ({"recipe": "divprune", "proportional": "all"}, "proportional='all' gives keys weights"),
+        ({"recipe": "divprune", "chunk": 64}, "chunk=64 is for transformers, and vLLM cuts prompts itself"),
         ("divprune", "needs an object with a recipe"),
         (False, "needs an object with a recipe"),
     ],

@@ -127,6 +127,10 @@ def settings_of(given: Any) -> Settings:
         raise UnsupportedError(
             f"proportional={chosen.proportional!r} gives keys weights, which attention in vLLM does not take; leave it out."
         )
+    if chosen.chunk is not None:
+        raise UnsupportedError(
+            f"chunk={chosen.chunk} is for transformers, and vLLM cuts prompts itself (max_num_batched_tokens); leave it out."
+        )
     return Settings(chosen, numbering)
 
 

@@ -41,6 +41,8 @@ class CachePolicy(Run):
         rules = CacheRules.of(forward.plan, stage, self.depth)
         self.schedule = Schedule(rules, state)
         self.prompt = PromptEviction(rules, state, forward, self.schedule) if isinstance(forward, Prompt) else None
+        # a schedule counts all queries behind a prompt
+        self.last_queries = None if self.prompt is None else self.policy.window
 
     @property
     def pictured(self) -> dict[int, Tensor]:
@@ -85,6 +87,11 @@ class EvictKeys(CachePolicy):
         self.pre_rope: Tensor | None = None
         self.unrotated: Tensor | None = None
         self._observed: tuple[LayerAttention, Tensor | None] | None = None
+
+    @property
+    def carries(self) -> bool:
+        """Whether queries and figures of this part of a prompt are needed for later parts."""
+        return False
 
     @property
     def shrinks(self) -> bool:
@@ -182,7 +189,7 @@ class EvictKeys(CachePolicy):
             rows = None if self.prompt is None else self.prompt.tokens.text_rows
             if rows is not None and not policy.observes_steps:
                 received = torch.where(to_device(rows, received.device)[:, None, None], before, received)
-        if policy.scheduled:
+        if policy.scheduled or self.carries:
             schedule.received, schedule.scaling, schedule.window = received, attention.scaling, window
             if policy.window:
                 # those of a whole prompt are large

@@ -78,7 +78,7 @@ class PackKeys(Run):
         self.times = state.shared.memory(PackTimes) or state.shared.keep(PackTimes())
         #: the rows that had something to pack, while decoding
         self.packed: set[int] = set()
-        self.window = max(group.codec.window for group in self.groups)
+        self.window = self.last_queries = max(group.codec.window for group in self.groups)
         self.salient: Tensor | None = None
         self.query_energy: dict[int, Tensor] = {}
         self.waiting: list[QuantisedLayer] = []

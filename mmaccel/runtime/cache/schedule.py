@@ -182,23 +182,34 @@ class Schedule:
             # only the device knows how much of it is text
             (text,) = yield [fixed.sum(1)]
             wanted, stay = (wanted - text).clamp(min=0), torch.maximum(wanted, text)
-        count = to_device(wanted, candidates.device)
-        question = question_span(table, policy.protect, candidates.device)
-        if question is not None:
-            question = question.repeat_interleave(heads, dim=0).repeat(len(together.layers), 1)
-        scores = rank(policy, replace(batch, count=count), True, question)
-        kept = per_head(scores, candidates, count)
-        kept = kept if fixed is None else kept | fixed[:, None]
-        kept = kept[:, 0] if policy.shared or heads > 1 else kept
-        if order is not None:
-            at = order if kept.dim() == 2 else order[:, None].expand_as(kept)
-            kept = torch.zeros_like(kept).scatter_(-1, at, kept)
-        kept = kept.unflatten(0, (-1, heads)) if kept.dim() == 2 else kept
+        kept = _best(policy, batch, order, table, candidates, fixed, wanted, heads, len(together.layers))
         yield from self.stage.evicting(together, kept, torch.minimum(held, stay.view(-1, heads)))
+
+    def cut(
+        self, layer: QuantisedLayer, table: Tensor, rows: Tensor, since: int, count: Tensor, rivals: Tensor
+    ) -> None:
+        """Keep the best keys of a prompt that is not read to its end: ``count [B]`` of the ``rivals [B]`` that each head has
+        from place ``since`` on, both on the CPU, in the ``rows [B]`` bool with pictures; all others stay.
+
+        table : ``[B, n, 4]`` int32, see :func:`.token_origins.prompt_grid`.
+        """
+        together, policy = LayerBatch([layer]), self.policy
+        batch, order = self._stored(together, table)
+        heads = len(batch.valid) // len(count)
+        candidates = (
+            batch.valid & (batch.index >= since) & to_device(rows, batch.valid.device).repeat_interleave(heads)[:, None]
+        )
+        candidates = candidates if policy.joint else candidates & batch.visual
+        wanted = count.repeat_interleave(heads)
+        kept = _best(policy, batch, order, table, candidates, batch.valid & ~candidates, wanted, heads, 1)
+        lengths = together.lengths - (rivals - torch.minimum(rivals, count))[:, None]
+        part = InStep()
+        part.begin(self.stage.evicting(together, kept, lengths))
+        part.finish()
 
     def _answer(self, together: LayerBatch, heads: int = 1) -> Tensor | None:
         """``[R heads]`` long, the place at which the answer of every row begins, if the policy asks for it."""
-        if not self.policy.needs_age:
+        if not self.policy.needs_age or not together.layers[0].schedule.settled:
             return None
         settled = torch.tensor([seen for layer in together.layers for seen in layer.schedule.settled])
         return to_device(settled.repeat_interleave(heads), together.index.device)
@@ -257,6 +268,33 @@ class Schedule:
             answer=self._answer(together, heads),
         )
         return batch, order
+
+
+def _best(
+    policy: Policy,
+    batch: KeyBatch,
+    order: Tensor | None,
+    table: Tensor,
+    candidates: Tensor,
+    fixed: Tensor | None,
+    wanted: Tensor,
+    heads: int,
+    layers: int,
+) -> Tensor:
+    """The best ``wanted [R]`` of the ``candidates [R, K]`` bool, and those that are ``fixed``, as a mask ``[R / heads, 1 or
+    Hkv, K]`` of the slots as they are stored; ``heads`` rows of ``batch`` are one row of the cache."""
+    count = to_device(wanted, candidates.device)
+    question = question_span(table, policy.protect, candidates.device)
+    if question is not None:
+        question = question.repeat_interleave(heads, dim=0).repeat(layers, 1)
+    scores = rank(policy, replace(batch, count=count), True, question)
+    kept = per_head(scores, candidates, count)
+    kept = kept if fixed is None else kept | fixed[:, None]
+    kept = kept[:, 0] if policy.shared or heads > 1 else kept
+    if order is not None:
+        at = order if kept.dim() == 2 else order[:, None].expand_as(kept)
+        kept = torch.zeros_like(kept).scatter_(-1, at, kept)
+    return kept.unflatten(0, (-1, heads)) if kept.dim() == 2 else kept
 
 
 def room_of(policy: Policy, layer: QuantisedLayer) -> Tensor:

@@ -258,6 +258,22 @@ class Prompt(Forward):
         return units.only(entered).valid.sum(1)
 
 
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Some tokens of a forward, with which the text model runs alone; see :class:`.split_prefill.SplitPrefill`.
+
+    forward : the same with these tokens only. chosen : ``[B, n]`` long on the CPU, their places in the whole forward, -1 for
+    padding.
+    begin, end : their slots among the tokens that are left. last : whether none follows.
+    """
+
+    forward: Forward
+    chosen: Tensor
+    begin: int
+    end: int
+    last: bool
+
+
 def chosen_of(phase: Phase) -> Tensor:
     """Places of a prompt that a phase holds, ``[B, q]`` long on the CPU."""
     if phase.chosen is None:

@@ -20,6 +20,7 @@ from .call import Call, current
 from .forward import Continuation, Forward, Prompt, PromptResult, rows_at, to_device_packed
 from .plan import ModelPlan
 from .runs import Run, Runs, TextInputs
+from .split_prefill import no_cache
 
 #: the runs of one forward of a call, see :mod:`mmaccel.runtime.build`
 MakeRuns = Callable[[Call[ModelPlan], Forward], Iterable[Run]]
@@ -89,7 +90,8 @@ class TextHooks:
         call.cache = cache if cache is not None else call.cache
         ids = self._prompt_ids(call, embeds, state)
         call.text.timer = call.stats.clock.start(embeds.device), "prefill" if embeds.shape[1] > 1 else "decode"
-        if not call.plan.active or (ids is None and state is None):
+        # a prompt without pictures is shaped where it is read in chunks
+        if not call.plan.active or (ids is None and state is None and not call.plan.splits(embeds.shape[1])):
             return None
         self._check(call, cache, state)
         kwargs = dict(kwargs)
@@ -98,14 +100,12 @@ class TextHooks:
             kwargs["attention_mask"] = call.inputs.mask
         seen = cache.get_seq_length() if cache is not None else 0
         valid = _valid(kwargs.get("attention_mask"), embeds, seen)
+        if state is None:
+            state = self._adopt(kwargs, seen)
         if ids is not None:
-            state = self._adopt(kwargs, seen) if state is None else state
             forward: Forward = self._prompt(call, kwargs, ids, valid, state, seen)
         else:
-            assert state is not None
-            incoming = self._incoming(call, seen, embeds.shape[1])
-            incoming.weights = state.shared.places.weights
-            forward = Continuation(call.plan, call.stats, state, incoming, embeds.device)
+            forward = self._continuation(call, state, seen, embeds)
         call.text.runs = runs = Runs(forward, self.make_runs(call, forward))
         if ids is None:
             forward.incoming.as_stored = not runs.read_keys and forward.incoming.weights is None
@@ -214,6 +214,14 @@ class TextHooks:
         groups = plan.family.bidirectional_groups(ids, layout.valid, call.inputs.extra, seen)
         return Prompt(plan, call.stats, state, incoming, embeds.device, result, ids, groups)
 
+    def _continuation(self, call: Call[ModelPlan], state: CacheState | None, seen: int, embeds: Tensor) -> Continuation:
+        """New tokens without pictures."""
+        if state is None:
+            raise no_cache(call.plan.recipe.chunk)
+        incoming = self._incoming(call, seen, embeds.shape[1])
+        incoming.weights = state.shared.places.weights
+        return Continuation(call.plan, call.stats, state, incoming, embeds.device)
+
     def _incoming(self, call: Call[ModelPlan], seen: int, length: int) -> ForwardInfo:
         """A forward of ``length`` tokens behind ``seen``, as the cache sees it."""
         return ForwardInfo(seen, length, as_stored=False, expected_new_tokens=call.expected.after(seen + length))
@@ -261,7 +269,7 @@ class TextHooks:
         call.cache = cache if cache is not None else call.cache
         if runs is None:
             return None
-        if runs.attended != (attending := len(self.plan.family.attending)):
+        if runs.attended != (attending := len(self.plan.family.attending) * runs.pieces):
             raise UnsupportedError(
                 f"mmaccel saw the attention of {runs.attended} of {attending} layers, so this result is wrong: "
                 "something replaced the attention function of the model (other kernels, a patched forward); undo that, or "

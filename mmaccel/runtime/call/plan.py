@@ -77,7 +77,7 @@ class Plan:
     @property
     def active(self) -> bool:
         """Whether anything happens between pixels and the cache."""
-        return any(stage.method.site != "frames" for stage in self.stages)
+        return self.recipe.chunk is not None or any(stage.method.site != "frames" for stage in self.stages)
 
     @property
     def in_towers(self) -> bool:
@@ -157,6 +157,10 @@ class ModelPlan(Plan):
         """Whether keys of a prompt are stored again behind it, so that no room for further tokens is made at first."""
         return self.policy is not None or bool(self.token_groups) or self.chunks is not None
 
+    def splits(self, length: int) -> bool:
+        """Whether the text model reads so many tokens in chunks."""
+        return self.recipe.chunk is not None and length > self.recipe.chunk
+
     def check_cache(self, use_cache: bool | None) -> None:
         """Raise when the recipe compresses a KV cache and the call has none."""
         at_work = [stage.method.name for stage in self.stages if stage.method.site in ("cache", "codec")]
@@ -185,8 +189,11 @@ class ModelPlan(Plan):
             raise UnsupportedError(
                 f"cache_implementation={cache!r} cannot hold a reduced prompt; leave it out (a dynamic cache is used)."
             )
-        if first_set("prefill_chunk_size", *configs):
-            raise UnsupportedError("prefill_chunk_size would reduce only the first chunk; leave it out.")
+        if (size := first_set("prefill_chunk_size", *configs)) is not None:
+            try:
+                self.recipe.override(chunk=size).build()
+            except MmaccelError as error:
+                raise UnsupportedError(f"prefill_chunk_size={size!r:.40} is taken as chunk: {error}") from error
         if first_set("is_assistant", *configs):
             raise UnsupportedError(
                 "An accelerated model cannot draft for another one, which shows it no pictures; call "

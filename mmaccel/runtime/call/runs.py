@@ -16,16 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from mmaccel_kernels.chosen import ChosenKeys
 from mmaccel_kernels.pages import Pages
 from torch import Tensor
 
 from ...core.precision import without_autocast
 from ...core.reduction import Reduction
-from .forward import Forward
+from .forward import Forward, Piece
 
 R = TypeVar("R", bound="Run")
 
@@ -105,9 +106,13 @@ class Run:
     reads_keys : whether it looks at stored keys in this forward, so that layers are unpacked before they are read.
     changes_cache : whether ``before_text`` may change the cache.
     runs_model : whether ``before_text`` or ``finish`` runs a model, which keeps the caller's autocast.
+    by_piece : whether ``after_attention`` is called for each piece of a forward; else for the last, with the queries of all.
+    last_queries : how many of these queries it looks at; None for all.
     """
 
     reads_keys: bool = False
+    last_queries: int | None = 0
+    by_piece: ClassVar[bool] = False
     changes_cache: ClassVar[bool] = True
     runs_model: ClassVar[bool] = False
 
@@ -133,14 +138,19 @@ class Run:
 class Runs:
     """The runs of one forward, in their order.
 
-    attended : layers whose attention has run through our function.
+    attended : layers whose attention has run through our function, counted in every piece. pieces : how many there are.
+    piece : the one that is being run; None where the forward is not cut.
     readers, observers : those that choose keys, and those that look at the attention of layers; most decode steps have none.
     """
 
     def __init__(self, forward: Forward, runs: Iterable[Run]) -> None:
         self.forward = forward
         self._runs = list(runs)
-        self.attended = 0
+        self.attended, self.pieces = 0, 1
+        self.piece: Piece | None = None
+        self._whole = forward
+        #: by layer, the queries of earlier pieces
+        self._queries: dict[int, list[Tensor]] = {}
         self._changed = False
         self._before_layer, self.readers, self.observers = (
             [run for run in self._runs if getattr(type(run), moment) is not getattr(Run, moment)]
@@ -177,6 +187,9 @@ class Runs:
     def keys_to_read(self, layer: LayerAttended) -> KeysToRead | None:
         """The keys that a layer reads; None for everything."""
         keys = None
+        if self.piece is not None:
+            # all of a prompt is read
+            return None
         for run in self.readers:
             with without_autocast(layer.query.device):
                 keys = keys or run.keys_to_read(layer)
@@ -185,8 +198,33 @@ class Runs:
     def after_attention(self, layer: LayerAttended) -> None:
         """Let all runs see the attention of a layer."""
         with without_autocast(layer.query.device):
+            whole = self._joined(layer)
             for run in self.observers:
-                run.after_attention(layer)
+                seen = layer if run.by_piece else whole
+                if seen is not None:
+                    run.after_attention(seen)
+
+    def begin(self, piece: Piece | None) -> None:
+        """Begin the next piece of the forward, or end the last one (None)."""
+        self.piece, self.forward = piece, self._whole if piece is None else piece.forward
+        self.pieces += piece is not None and piece.begin > 0
+
+    def _joined(self, layer: LayerAttended) -> LayerAttended | None:
+        """The attention of the last piece with the last queries of all that runs look at; None for the pieces before."""
+        piece = self.piece
+        if piece is None:
+            return layer
+        counts = [run.last_queries for run in self.observers if not run.by_piece]
+        if not any(count != 0 for count in counts):
+            return layer if piece.last else None
+        queries = [*self._queries.pop(layer.number, ()), layer.query]
+        if None not in counts:
+            most = max(count for count in counts if count is not None)
+            queries = [torch.cat(queries, dim=2)[:, :, -most:].clone()]
+        if piece.last:
+            return replace(layer, query=torch.cat(queries, dim=2))
+        self._queries[layer.number] = queries
+        return None
 
     def finish(self) -> None:
         """Let all runs finish: the last layer has run."""
