@@ -301,6 +301,8 @@ class Policy(CacheOptions):
             return "evicts keys when all layers have read the prompt"
         if self.future:
             return "scores keys by the mean of all queries of the prompt"
+        if self.needs_unrotated:
+            return "scores keys as they were before RoPE, which a cache does not store"
         if self.budget == "adaptive":
             return "lets the content of the whole prompt decide how many keys stay"
         if layers not in ("uniform", "pyramid", "kvpress"):

@@ -54,9 +54,9 @@ class EvictByPiece(EvictKeys):
         assert isinstance(prompt, Prompt) and piece is not None
         with prompt.measured("selection", device):
             text = self._texts(piece, device)
-            attention = LayerAttention(layer.query, layer.key, layer.visible, layer.scaling, text)
-            places = torch.where(piece.chosen < 0, -1, piece.chosen + prompt.seen)
-            self._observe(number, attention, to_device(places, device), layer.window)
+            places = to_device(torch.where(piece.chosen < 0, -1, piece.chosen + prompt.seen), device)
+            attention = LayerAttention(layer.query, layer.key, layer.visible, layer.scaling, text, places=places)
+            self._observe(number, attention, places, layer.window)
             self._evict(number, piece, device)
         if piece.last:
             self._end(number)
