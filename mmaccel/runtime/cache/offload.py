@@ -16,6 +16,8 @@ from .sparse_read import chosen_layers
 class FetchKeys(Run):
     """Starts to copy each layer to its device while the layer before it computes; the first of all runs."""
 
+    by_piece = True
+
     def __init__(self, forward: Forward, state: CacheState) -> None:
         self.forward, self.state = forward, state
         self.host = state.shared.host = state.shared.host or HostStore()
@@ -45,6 +47,8 @@ class ParkKeys(Run):
     expected_new_tokens : see :func:`mmaccel.kv.growable.append`.
     """
 
+    by_piece = True
+
     def __init__(self, fetch: FetchKeys, policy: CachePolicy | None, expected_new_tokens: int | None) -> None:
         self.forward, self.state, self.host = fetch.forward, fetch.state, fetch.host
         self.policy, self.expected_new_tokens = policy, expected_new_tokens
@@ -60,7 +64,7 @@ class ParkKeys(Run):
         self._left.intersection_update(waiting)
         if layer.number in self.forward.incoming.where_parked:
             self.host.moved.written += _nbytes(layer.key[:, :, -1:], layer.value[:, :, -1:])
-        if self._attended == len(self.forward.plan.family.attending):
+        if self._attended % len(self.forward.plan.family.attending) == 0:
             self.host.attended()
 
     def finish(self) -> None:

@@ -13,7 +13,7 @@ from ...kv.schedule_state import ScheduleState
 from ...method import LayerAttention, Policy
 from ..call.forward import Forward, Piece, Prompt
 from ..call.plan import PlannedStage
-from ..call.runs import LayerAttended
+from ..call.runs import KeysToRead, LayerAttended
 from ..call.split_prefill import SplitPrefill
 from .eviction import EvictKeys
 
@@ -39,6 +39,10 @@ class EvictByPiece(EvictKeys):
     def carries(self) -> bool:
         """Whether queries and figures of this part of a prompt are needed for later parts."""
         return bool(self.split.pieces)
+
+    def keys_to_read(self, layer: LayerAttended) -> KeysToRead | None:
+        """Nothing for a piece; see :meth:`.eviction.EvictKeys.keys_to_read`."""
+        return None if self.carries else super().keys_to_read(layer)
 
     def released(self, number: int) -> list[int]:
         """Layers from which nothing is evicted any more in this forward, since the attention of layer ``number`` has run."""

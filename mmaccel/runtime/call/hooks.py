@@ -105,7 +105,7 @@ class TextHooks:
         if ids is not None:
             forward: Forward = self._prompt(call, kwargs, ids, valid, state, seen)
         else:
-            forward = self._continuation(call, state, seen, embeds)
+            forward = _continuation(call, state, self._incoming(call, seen, embeds.shape[1]), embeds.device)
         call.text.runs = runs = Runs(forward, self.make_runs(call, forward))
         if ids is None:
             forward.incoming.as_stored = not runs.read_keys and forward.incoming.weights is None
@@ -214,14 +214,6 @@ class TextHooks:
         groups = plan.family.bidirectional_groups(ids, layout.valid, call.inputs.extra, seen)
         return Prompt(plan, call.stats, state, incoming, embeds.device, result, ids, groups)
 
-    def _continuation(self, call: Call[ModelPlan], state: CacheState | None, seen: int, embeds: Tensor) -> Continuation:
-        """New tokens without pictures."""
-        if state is None:
-            raise no_cache(call.plan.recipe.chunk)
-        incoming = self._incoming(call, seen, embeds.shape[1])
-        incoming.weights = state.shared.places.weights
-        return Continuation(call.plan, call.stats, state, incoming, embeds.device)
-
     def _incoming(self, call: Call[ModelPlan], seen: int, length: int) -> ForwardInfo:
         """A forward of ``length`` tokens behind ``seen``, as the cache sees it."""
         return ForwardInfo(seen, length, as_stored=False, expected_new_tokens=call.expected.after(seen + length))
@@ -286,6 +278,16 @@ class TextHooks:
         # tokens that came back are stored, and their outputs are not needed
         output.last_hidden_state = output.last_hidden_state[:, -forward.length :]
         return output
+
+
+def _continuation(
+    call: Call[ModelPlan], state: CacheState | None, incoming: ForwardInfo, device: torch.device
+) -> Continuation:
+    """New tokens without pictures."""
+    if state is None:
+        raise no_cache(call.plan.recipe.chunk)
+    incoming.weights = state.shared.places.weights
+    return Continuation(call.plan, call.stats, state, incoming, device)
 
 
 def _widen(call: Call[ModelPlan], prompt: Prompt, hidden: Tensor) -> Tensor:

@@ -106,7 +106,8 @@ class Run:
     reads_keys : whether it looks at stored keys in this forward, so that layers are unpacked before they are read.
     changes_cache : whether ``before_text`` may change the cache.
     runs_model : whether ``before_text`` or ``finish`` runs a model, which keeps the caller's autocast.
-    by_piece : whether ``after_attention`` is called for each piece of a forward; else for the last, with the queries of all.
+    by_piece : whether ``keys_to_read`` and ``after_attention`` are called for each piece of a forward; else the latter for the
+        last, with the queries of all.
     last_queries : how many of these queries it looks at; None for all.
     """
 
@@ -187,13 +188,12 @@ class Runs:
     def keys_to_read(self, layer: LayerAttended) -> KeysToRead | None:
         """The keys that a layer reads; None for everything."""
         keys = None
-        if self.piece is not None:
-            # all of a prompt is read
-            return None
         for run in self.readers:
-            with without_autocast(layer.query.device):
-                keys = keys or run.keys_to_read(layer)
-        return keys
+            if self.piece is None or run.by_piece:
+                with without_autocast(layer.query.device):
+                    keys = keys or run.keys_to_read(layer)
+        # all of a prompt in pieces is read
+        return keys if self.piece is None else None
 
     def after_attention(self, layer: LayerAttended) -> None:
         """Let all runs see the attention of a layer."""
