@@ -35,7 +35,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(options.threads)
     report: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"rows": {}}
     report |= {
-        "command": provenance.command("benchmarks/fallback.py", arguments=sys.argv[1:]),
+        "command": provenance.command("python", "benchmarks/fallback.py", arguments=sys.argv[1:]),
         "date": provenance.today(),
         "machine": f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}",
         "versions": provenance.versions(),
