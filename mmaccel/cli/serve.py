@@ -73,6 +73,15 @@ class Serving:
     ] = None
     several: Several = 1
     queue: Annotated[int, typer.Option(min=0, metavar="N", help="Requests that may wait.")] = 16
+    prefix_cache: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="MIB",
+            help="Memory for KV caches of earlier requests: a prompt that begins like one of them, such as the next turn of a "
+            "chat, reads only what is new. 0 keeps none.",
+        ),
+    ] = 512
     time_limit: Annotated[
         float, typer.Option(min=0.001, metavar="SECONDS", help="Limit of the model for one request.")
     ] = 300.0
@@ -124,6 +133,7 @@ def run(
                 sources=sources,
                 limits=Limits(serving.time_limit, frames, max_new_tokens),
                 drafts=drafts.arguments(),
+                prefix_cache=serving.prefix_cache << 20,
             )
         # pages in a browser on this machine must not reach a local server under their own names
         allowed = [serving.host, *(serving.allow_host or ())] if here or serving.allow_host else None

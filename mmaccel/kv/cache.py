@@ -123,18 +123,26 @@ class CacheState:
 
         return restore
 
-    def shared_by(self, rows: Tensor) -> CacheState:
-        """A state whose rows continue the ``rows [n]`` long of this one, which may come several times, and which stays as it
-        is. What they store is stored once, see :meth:`.packed.QuantisedLayer.share`."""
+    def copy(self) -> CacheState:
+        """A state to change independently. Keys and values are not copied, since what a tensor of them shows is never changed
+        in place."""
         self.unpin()
         recurrent = [number for number, layer in enumerate(self.every) if isinstance(layer, RecurrentLayer)]
         state = CacheState(len(self.every), recurrent)
         state.shared.__dict__.update(vars(self.shared.copy()))
         for layer, mine in zip(state.layers, self.layers, strict=True):
             layer.__dict__.update(vars(mine), shared=state.shared, schedule=replace(mine.schedule))
-            layer.share(rows)
         for states, before in zip(state.recurrent, self.recurrent, strict=True):
             states.take(before.copy())
+        return state
+
+    def shared_by(self, rows: Tensor) -> CacheState:
+        """A state whose rows continue the ``rows [n]`` long of this one, which may come several times, and which stays as it
+        is. What they store is stored once, see :meth:`.packed.QuantisedLayer.share`."""
+        state = self.copy()
+        for layer in state.layers:
+            layer.share(rows)
+        for states in state.recurrent:
             states.batch_select_indices(rows)
         return state
 

@@ -62,7 +62,8 @@ def make_app(
     """
     recipe = scheduler.engines[0].recipe
     metrics = Metrics(name, recipe.name)
-    metrics.watch(lambda: scheduler.waiting, lambda: scheduler.running)
+    kept = scheduler.engines[0].kept
+    metrics.watch(lambda: scheduler.waiting, lambda: scheduler.running, lambda: 0 if kept is None else kept.nbytes)
     card = {
         "id": name,
         "object": "model",
@@ -359,11 +360,12 @@ class _ResponseWriter:
         await self.send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: Answer) -> dict[str, Any]:
     return {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": answer.new_tokens,
         "total_tokens": answer.prompt_tokens + answer.new_tokens,
+        "prompt_tokens_details": {"cached_tokens": answer.reused},
     }
 
 

@@ -17,6 +17,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from ...accelerate import accelerate_vlm
 from ...accelerate.positions import check_positions, free_positions, position_limit
+from ...core.transformers_api import cache_of
 from ...errors import MmaccelError
 from ...media import untrusted
 from ...media.files import Chat, Clip, encode
@@ -24,7 +25,10 @@ from ...media.prepare import prepare
 from ...method import FramesMethod
 from ...recipe import Recipe, get_recipe
 from ...runtime.build import plan_for_call
+from ..identity import digest
 from ..model_lock import ModelSlot, Stopped, TokenTimer
+from ..prefix_caches import Beginning, Media, PrefixCaches, continued
+from ..video_qa.generator import needs_own_prefill
 from .detokenizer import Detokenizer
 from .sampling import sampler
 from .schema import ChatRequest
@@ -36,6 +40,8 @@ _TOKEN = 32
 _LOOK = 0.1
 #: characters that are tokenised at once
 _PIECE = 16 << 10
+#: figures of a call that count the visual tokens of a kept cache, too
+_VISUAL = ("visual_tokens", "visual_tokens_kept")
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,8 @@ class Limits:
 @dataclass(frozen=True)
 class Answer:
     """A complete answer: ``prompt_tokens`` of the unreduced prompt, the ``rate`` in tokens a second after the first (None for a
-    short answer), and the ``stats`` of the call, see :class:`mmaccel.core.figures.CallStats`."""
+    short answer), and the ``stats`` of the call, see :class:`mmaccel.core.figures.CallStats`. The first ``reused`` tokens of
+    the prompt were in a kept cache."""
 
     text: str
     finish: Literal["stop", "length"]
@@ -59,6 +66,7 @@ class Answer:
     new_tokens: int
     rate: float | None
     stats: dict[str, Any]
+    reused: int = 0
 
 
 class _TextStreamer(TokenTimer):
@@ -115,9 +123,15 @@ def _killing(stop: threading.Event) -> Iterator[Callable[[subprocess.Popen[bytes
         watching.join()
 
 
+def _key(budget: bool | Mapping[str, Any] | None) -> str:
+    """Digest of a budget; the recipe and the model of a server stay."""
+    return digest(None if budget is True else budget)
+
+
 class Engine(ModelSlot):
     """A bare ``model`` of a supported family with its ``processor``, on which a recipe stays. Raises MmaccelError if the model
-    cannot honour the recipe. ``drafts`` are ``lossless``, ``draft``, ``lookup`` and ``offload`` of ``accelerate_vlm``."""
+    cannot honour the recipe. ``drafts`` are ``lossless``, ``draft``, ``lookup`` and ``offload`` of ``accelerate_vlm``;
+    ``kept`` are caches of earlier requests, which are continued where nothing of a prompt depends on what comes after it."""
 
     def __init__(
         self,
@@ -127,6 +141,7 @@ class Engine(ModelSlot):
         sources: Sources,
         limits: Limits,
         drafts: Mapping[str, Any] | None = None,
+        kept: PrefixCaches | None = None,
     ) -> None:
         super().__init__(model, processor, limits.seconds)
         self.recipe, self.sources, self.limits = recipe, sources, limits
@@ -135,6 +150,8 @@ class Engine(ModelSlot):
         self._prepared = processor if drafts.get("lossless") else prepare(processor, recipe)
         accelerate_vlm(model, recipe, processor=self._prepared, **drafts)
         self._positions = position_limit(model)
+        own_prefill = needs_own_prefill(recipe) is not None or any(drafts.values())
+        self.kept = None if own_prefill else kept
         ends = model.generation_config.eos_token_id
         self._ends = set(ends) if isinstance(ends, (list, tuple)) else {ends}
 
@@ -169,15 +186,17 @@ class Engine(ModelSlot):
         """
         processor, budget = self.budgeted(request.mmaccel)
         self._check_text(request, stop)
-        inputs = encode(processor, [self._chat(request, stop)]).to(self.model.device, self.model.dtype)
+        chat = self._chat(request, stop)
+        inputs = encode(processor, [chat]).to(self.model.device, self.model.dtype)
         prompt = inputs["input_ids"].shape[1]
         text = Detokenizer(self.processor.tokenizer, request.stop)
         with self.turn(stop) as check, torch.inference_mode():
             check()
             longest = self._longest(inputs, request, budget)
             streamer = _TextStreamer(text, check, send)
-            self.model.generate(
-                **inputs,
+            feed, begun = self._continued(processor, inputs, chat, budget)
+            out = self._generate(
+                **feed,
                 mmaccel=budget,
                 max_new_tokens=longest,
                 do_sample=False,
@@ -185,11 +204,56 @@ class Engine(ModelSlot):
                 streamer=streamer,
                 logits_processor=sampler(self.model.generation_config, request),
                 stopping_criteria=StoppingCriteriaList([_StopSequences(text)]),
+                return_dict_in_generate=True,
             )
             stats = self.model.mmaccel.stats().to_dict()
+            if begun is not None:
+                for name, count in zip(_VISUAL, begun.visual, strict=True):
+                    stats[name] += count
+            self._keep(out, inputs, chat, budget, stats)
         send(text.end())
         ended = text.stopped or text.ids[-1] in self._ends or len(text.ids) < longest
-        return Answer(text.whole, "stop" if ended else "length", prompt, len(text.ids), streamer.rate(), stats)
+        reused = 0 if begun is None else begun.tokens
+        return Answer(text.whole, "stop" if ended else "length", prompt, len(text.ids), streamer.rate(), stats, reused)
+
+    def _generate(self, **arguments: Any) -> Any:
+        """The output of the model. Without memory for it all kept caches are dropped, so that the next request has it."""
+        try:
+            return self.model.generate(**arguments)
+        except torch.OutOfMemoryError:
+            if self.kept is not None:
+                self.kept.clear()
+            raise
+
+    def _continued(
+        self, processor: Any, inputs: Mapping[str, Any], chat: Chat, budget: bool | Mapping[str, Any] | None
+    ) -> tuple[Mapping[str, Any], Beginning | None]:
+        """The inputs of ``generate``, and the beginning of the prompt that a kept cache has read, if one has."""
+        if self.kept is None or budget is False:
+            return inputs, None
+        begun = self.kept.find(_key(budget), inputs["input_ids"][0].cpu(), Media.of(chat))
+        if begun is None:
+            return inputs, None
+        feed = continued(self.model.mmaccel.family, processor, inputs, chat, begun)
+        return (inputs, None) if feed is None else (feed, begun)
+
+    def _keep(
+        self,
+        out: Any,
+        inputs: Mapping[str, Any],
+        chat: Chat,
+        budget: bool | Mapping[str, Any] | None,
+        stats: Mapping[str, Any],
+    ) -> None:
+        """Keep the cache of an answer."""
+        cache = cache_of(out)
+        if self.kept is None or budget is False or cache is None:
+            return
+        ids = out.sequences[0, : cache.get_seq_length()].cpu()
+        visual = self.model.mmaccel.family.visual(inputs["input_ids"].cpu())[0].nonzero()
+        end = int(visual.max()) + 1 if len(visual) else 0
+        counts = stats[_VISUAL[0]], stats[_VISUAL[1]]
+        self.kept.add(_key(budget), ids, Media.of(chat), end, counts, cache)
 
     def _check_text(self, request: ChatRequest, stop: threading.Event) -> None:
         """Raise MmaccelError if the text has more tokens than the model takes, having tokenised no more than that; Stopped if

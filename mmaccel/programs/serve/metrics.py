@@ -30,6 +30,9 @@ class Metrics:
         self.visual_tokens = make(Counter, "_visual_tokens", "Visual tokens of all prompts.")
         self.visual_tokens_kept = make(Counter, "_visual_tokens_kept", "Those of them that reached the last layer.")
         self.prompt_tokens = make(Counter, "_prompt_tokens", "Tokens of all prompts, unreduced.")
+        self.reused_tokens = make(Counter, "_prompt_tokens_reused", "Those of them that a kept cache had read.")
+        self.prefix_hits = make(Counter, "_prefix_cache_hits", "Answers that continued a kept cache.")
+        self.prefix_misses = make(Counter, "_prefix_cache_misses", "Answers that continued none.")
         self.generated_tokens = make(Counter, "_generated_tokens", "Tokens of all answers.")
         self.kv_bytes = make(Histogram, "_kv_bytes", "Bytes of the KV cache at the end of an answer.", buckets=_BYTES)
         first = "Seconds from the arrival of a request, waiting and decoding of media included."
@@ -37,10 +40,12 @@ class Metrics:
         rate = "Tokens a second after the first one, of answers that are not too short."
         self.rate = make(Histogram, "_tokens_per_second", rate, buckets=_RATES)
         self._waiting = make(Gauge, "_queue_length", "Requests that wait for a model, or are being received.")
+        self._kept = make(Gauge, "_prefix_cache_bytes", "Bytes of all kept caches.")
         self._running = make(Gauge, "_running", "Requests that are answered now.")
 
-    def watch(self, waiting: Callable[[], int], running: Callable[[], int]) -> None:
+    def watch(self, waiting: Callable[[], int], running: Callable[[], int], kept: Callable[[], int]) -> None:
         """Set what the gauges read."""
+        self._kept.set_function(kept)
         self._waiting.set_function(waiting)
         self._running.set_function(running)
 
@@ -58,6 +63,8 @@ class Metrics:
         self.visual_tokens.inc(answer.stats["visual_tokens"])
         self.visual_tokens_kept.inc(answer.stats["visual_tokens_kept"])
         self.prompt_tokens.inc(answer.prompt_tokens)
+        self.reused_tokens.inc(answer.reused)
+        (self.prefix_hits if answer.reused else self.prefix_misses).inc()
         self.generated_tokens.inc(answer.new_tokens)
         self.kv_bytes.observe(answer.stats["kv_bytes"])
         self.first_token.observe(first)

@@ -16,6 +16,7 @@ import uvicorn
 from ...errors import MmaccelError
 from ...recipe import Recipe
 from ..model_lock import ModelSlot
+from ..prefix_caches import PrefixCaches
 from .app import make_app
 from .connections import BACKLOG, Connection
 from .engine import Engine, Limits
@@ -70,6 +71,7 @@ def make_scheduler(
     sources: Sources | None = None,
     limits: Limits | None = None,
     drafts: Mapping[str, Any] | None = None,
+    prefix_cache: int = 0,
 ) -> Scheduler:
     """A model with a recipe, and twins of it that share its weights, as a scheduler. Raises MmaccelError if the model
     cannot honour the recipe.
@@ -77,11 +79,13 @@ def make_scheduler(
     several : requests that are answered at once.
     waiting : requests that may wait.
     drafts : ``lossless``, ``draft``, ``lookup`` and ``offload`` of ``accelerate_vlm``.
+    prefix_cache : bytes of kept caches, with which a prompt that begins like an earlier one goes on; 0 keeps none.
     """
     # copied while the model is bare
     first = ModelSlot(model, processor, 0)
     pairs = [*(first.twin() for _ in range(several - 1)), (model, processor)]
-    engines = [Engine(*pair, recipe, sources or Sources(), limits or Limits(), drafts) for pair in pairs]
+    kept = PrefixCaches(prefix_cache) if prefix_cache else None
+    engines = [Engine(*pair, recipe, sources or Sources(), limits or Limits(), drafts, kept) for pair in pairs]
     return Scheduler(engines, waiting)
 
 
