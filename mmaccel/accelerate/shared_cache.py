@@ -66,7 +66,7 @@ def share_cache(
     if args:
         args = prompts, *args[1:]
     rows = torch.zeros(len(ids), dtype=torch.long)
-    kwargs |= cache_argument(cache_with(_state(plan, cache).shared_by(rows)))
+    kwargs |= cache_argument(cache_with(_state(plan, cache).selected(rows)))
 
     def with_ids(output: Any) -> Any:
         sequences = output if isinstance(output, Tensor) else output.sequences

@@ -189,8 +189,7 @@ class Accelerator(Handle):
             if not self.attached:  # a shallow copy of the model kept this method when the handle was removed
                 return original(*args, **kwargs)
             (args, kwargs), with_ids = share_cache(self.plan, args, kwargs, mmaccel)
-            config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-            configs = _Given(kwargs), config, self._model.generation_config
+            configs = _Given(kwargs), kwargs.get("generation_config", *args[1:2]), self._model.generation_config
             self._drop_stale(None)
             # a loop of the caller's own, and that of a model that drafts, take no drafts
             drafted = bool(self.drafts) and mmaccel is not False and kwargs.get("custom_generate") is None

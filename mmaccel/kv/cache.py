@@ -125,7 +125,11 @@ class CacheState:
 
     def copy(self) -> CacheState:
         """A state to change independently. Keys and values are not copied, since what a tensor of them shows is never changed
-        in place."""
+        in place. Raises UnsupportedError if they are in host memory, which belongs to one cache."""
+        if self.shared.host is not None:
+            raise UnsupportedError(
+                "A cache in host memory cannot be copied or shared by the rows of a batch; leave out offload='host'."
+            )
         self.unpin()
         recurrent = [number for number, layer in enumerate(self.every) if isinstance(layer, RecurrentLayer)]
         state = CacheState(len(self.every), recurrent)
@@ -136,12 +140,15 @@ class CacheState:
             states.take(before.copy())
         return state
 
-    def shared_by(self, rows: Tensor) -> CacheState:
-        """A state whose rows continue the ``rows [n]`` long of this one, which may come several times, and which stays as it
-        is. What they store is stored once, see :meth:`.packed.QuantisedLayer.share`."""
-        state = self.copy()
+    def selected(self, rows: Tensor, share: bool = True) -> CacheState:
+        """A state whose rows continue the ``rows [n]`` long of this one, which stays as it is. What several rows continue is
+        stored once, see :meth:`.packed.QuantisedLayer.share`, unless it is not to be ``share``-d."""
+        state, share = self.copy(), share and len(rows.unique()) < len(rows)
         for layer in state.layers:
-            layer.share(rows)
+            if share:
+                layer.share(rows)
+            else:
+                layer.batch_select_indices(rows)
         for states in state.recurrent:
             states.batch_select_indices(rows)
         return state

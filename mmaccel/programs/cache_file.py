@@ -89,6 +89,8 @@ def save_cache(cache: Any, file: str | os.PathLike[str], model: Any) -> None:
                 "The bare model keeps M-RoPE positions outside of its cache, which cannot be saved then; accelerate the model "
                 "with a recipe such as 'balanced', and compute the cache again."
             )
+    elif state.shared.host is not None:
+        raise UnsupportedError("A cache in host memory cannot be saved; leave out offload='host'.")
     else:
         state.unpin()
     data, tensors = to_data(list(cache.layers) if state is None else state)

@@ -28,7 +28,7 @@ class Media:
 
     @staticmethod
     def of(chat: Chat) -> Media:
-        """Those of a chat."""
+        """The media of a chat."""
         return Media(tuple(map(digest, chat.pictures)), tuple(map(digest, chat.clips)))
 
     def begins(self, other: Media) -> bool:

@@ -18,7 +18,7 @@ from ...accelerate import Accelerator, accelerated
 from ...accelerate.positions import check_positions
 from ...core.transformers_api import DynamicCache, cache_argument
 from ...families import family_of
-from ...kv.cache import CacheState, adopt
+from ...kv.cache import CacheState, adopt, cache_with
 from ...kv.positions import NextPositions
 from ...media import files
 from ...media.files import Prompt
@@ -137,7 +137,6 @@ class Prefix:
     behind : ``[V, T]``, the tokens after it in the prompt of the first question. first : ``[n]``, the same after another video.
     """
 
-    cache: DynamicCache
     state: CacheState
     ids: Tensor
     mask: Tensor
@@ -231,7 +230,6 @@ class AnswerGenerator:
         self._count(handle.stats())
         follows = positions.reshape(-1, *positions.shape[-2:])[:, :, end]
         return Prefix(
-            cache,
             state,
             feed["input_ids"],
             feed["attention_mask"],
@@ -243,7 +241,7 @@ class AnswerGenerator:
         )
 
     def resume(self, prefix: Prefix, chunk: Sequence[tuple[VideoQuestion, int]]) -> list[str]:
-        """Answers to questions after videos in the cache, which is restored afterwards."""
+        """Answers to questions after videos in the cache, which stays as it is; questions about one video share its keys."""
         rows = torch.tensor([at for _, at in chunk], device=prefix.ids.device)
         tails = [self._tail(prefix, at, one) for one, at in chunk]
         width = max(map(len, tails))
@@ -253,7 +251,7 @@ class AnswerGenerator:
             new[row, width - len(tail) :] = tail
             mask[row, width - len(tail) :] = 1
         new, mask = new.to(prefix.ids), mask.to(prefix.mask)
-        state, begin = prefix.state, prefix.follows[:, rows]
+        begin = prefix.follows[:, rows]
         text = (begin[..., None] + mask.cumsum(1) - 1).clamp(min=0)
         positions = torch.cat([text.new_zeros(*text.shape[:-1], prefix.ids.shape[1]), text], dim=-1)
         inputs = {
@@ -261,17 +259,14 @@ class AnswerGenerator:
             "attention_mask": torch.cat([prefix.mask[rows], mask], dim=1),
             "position_ids": positions[0] if len(positions) == 1 else positions,
         }
-        restore = state.snapshot()
-        try:
-            with self._working(self.recipe, self.prepared):
-                prefix.cache.batch_select_indices(rows)
-                if (offset := state.positions.offset) is not None:
-                    # with M-RoPE the position of a question may be before that of the last frame
-                    state.positions = NextPositions(state.seen - begin[0].to(offset))
-                answers = self._written(inputs, **cache_argument(prefix.cache))
-                stats = self.model.mmaccel.stats()
-        finally:
-            restore()
+        with self._working(self.recipe, self.prepared):
+            # the bare model cannot read what rows share
+            state = prefix.state.selected(rows, share=self.model.mmaccel.plan.active)
+            if (offset := state.positions.offset) is not None:
+                # with M-RoPE the position of a question may be before that of the last frame
+                state.positions = NextPositions(state.seen - begin[0].to(offset))
+            answers = self._written(inputs, **cache_argument(cache_with(state)))
+            stats = self.model.mmaccel.stats()
         self._count(stats)
         self.figures.kv_bytes += stats["kv_bytes"]
         return answers

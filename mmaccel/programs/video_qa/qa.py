@@ -5,7 +5,7 @@
 ...     print(record["id"], record.get("answer", record.get("error")))
 
 Several questions of one video are answered from one prefill where the recipe allows it: the beginning of the prompt, up to the
-video, is read once, and every question continues from that cache, which is restored afterwards.
+video, is read once, and every question continues from that cache, whose keys are stored and read once for all of them.
 """
 
 from __future__ import annotations
