@@ -154,3 +154,14 @@ def test_tensors_are_mapped_and_the_file_stays(saved: Path) -> None:
         assert saved.read_bytes() == content
         again = load_cache(saved, model)
     assert bool(again.mmaccel.layers[0].keys.any())
+
+
+def test_a_cache_in_host_memory_is_neither_saved_nor_shared(tmp_path: Path) -> None:
+    model, feed = zoo.model(FAMILY), zoo.inputs(FAMILY)
+    with accelerated(model, "divprune", retain=0.25, offload="host"):
+        cache = filled(model)
+        with pytest.raises(MmaccelError, match="host memory cannot be saved; leave out"):
+            save_cache(cache, tmp_path / "x", model)
+        ids = torch.cat([feed["input_ids"], feed["input_ids"][:, -2:]], dim=1).expand(2, -1)
+        with pytest.raises(MmaccelError, match="shared by the rows of a batch; leave out"):
+            model.generate(input_ids=ids, past_key_values=cache, max_new_tokens=1)
