@@ -129,6 +129,7 @@ RecipeName: TypeAlias = Literal[
     "qg-vtc",
     "query-frames",
     "quest",
+    "quickprefill",
     "raas",
     "raas-decode",
     "random",

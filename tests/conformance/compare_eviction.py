@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from comparators import Arrays, Params, close, same_positions
 from compare_kv import figures_of, kept_mask, ratio_count, same_pairs, scorer, turning
-from harness import CacheRun, NotOffered, make
+from harness import CacheRun, NotOffered, make, receiving
 from torch import Tensor
 
 from mmaccel.method import LayerAttention, Policy
@@ -228,6 +228,26 @@ def rpc(params: Params, arrays: Arrays) -> None:
     same_pairs(run, arrays["out_positions"][None], arrays["out_k"], arrays["out_v"])
 
 
+def quickprefill(params: Params, arrays: Arrays) -> None:
+    """One mask for all heads, for each mode of the program."""
+    keys, values = (x if x.dim() == 4 else x[None] for x in (arrays["in_k"], arrays["in_v"]))
+    size, heads = keys.shape[2], keys.shape[1]
+    asked = arrays.get("in_query_scores", arrays.get("in_query_attention"))
+    for name in (name for name in arrays if name.startswith("out_")):
+        mode = name.removeprefix("out_")
+        seen = (
+            asked if mode.startswith("query") else arrays["in_attention"].tril().sum(0) if "attention" in mode else None
+        )
+        if seen is None:
+            policy = make("quickprefill", mode=mode, joint=True)
+        else:
+            figures = seen.float().reshape(1, 1, size).expand(1, heads, -1)
+            policy = receiving("quickprefill", [figures], mode=mode, joint=True)
+        run = CacheRun(policy, params["top_k"])
+        run.prompt(keys, values)
+        same_positions(run.positions(), arrays[name].reshape(-1).nonzero()[:, 0].expand(1, heads, -1))
+
+
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("NVIDIA/kvpress", "CURPress.score"): scorer(cur),
     ("NVIDIA/kvpress", "QFilterPress.score"): qfilter,
@@ -249,4 +269,5 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("d-matrix-ai/keyformer-llm", "GPTJAttention._attn"): keyformer,
     ("ghadiaravi13/MorphKV", "LlamaAttentionMorph.morphkv_mask / DynamicCache.cleanup"): morphkv,
     ("jiwonsong-dev/ReasoningPathCompression", "RPCCluster.compress_kv"): rpc,
+    ("TIGER-AI-Lab/QuickVideo", "get_top_k_mask_to_predict"): quickprefill,
 }
