@@ -8,6 +8,11 @@ Asks ``smol-pages`` (SmolLM2-135M-Instruct behind the classes of LLaVA) about pa
 - ``others``: the same question again in a new conversation; only earlier answers hold the words.
 
     python benchmarks/lossless.py --questions 12 --out benchmarks/results/lossless-cpu.json --update docs/guides/lossless.md
+    python benchmarks/lossless.py --bytes --update docs/guides/lossless.md
+
+With ``--bytes`` nothing runs: the speed-up of decoding that the bytes of a draft step promise on a device that is bound by
+memory, for a pair of shapes and for a model that drafts over a tenth of its own cache. A forward over several tokens then costs
+as much as one over a single token.
 """
 
 from __future__ import annotations
@@ -29,6 +34,9 @@ from mmaccel.accelerate import accelerate_vlm
 from mmaccel.cli.shared.text import markdown, put_between, write_json
 from mmaccel.decoding.drafters import DRAFTERS
 from mmaccel.programs.bench import provenance
+from mmaccel.programs.bench.arithmetic import weight_bytes
+from mmaccel.programs.bench.shapes import skeleton
+from mmaccel.runtime.decoding.length import expected
 from mmaccel.suite import Page
 
 TASKS = ("read", "again", "others")
@@ -116,6 +124,49 @@ def table(report: dict[str, Any]) -> str:
     )
 
 
+#: model that verifies, model that drafts; contexts in tokens; acceptance of a drafted token
+PAIR = "llava-onevision-7b", "llava-onevision-0.5b"
+CONTEXTS = 500, 8_000, 32_000
+ACCEPTANCE = 0.6, 0.8, 0.9
+#: share of its prompt, or of the cache, that a draft reads
+READ = 0.1
+LONGEST_DRAFT = 16
+
+
+def read_bytes(name: str) -> tuple[int, int]:
+    """Bytes in 16 bits that a decode step reads: of the weights, and of the keys and values of a token."""
+    model = skeleton(name)
+    text = model.config.text_config
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    half = weight_bytes(model) * 2 // next(model.parameters()).element_size()
+    return half, 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * width
+
+
+def promised(share: float, acceptance: float) -> tuple[int, float]:
+    """The draft length that promises most, and its speed-up, where a draft step reads a ``share`` of what a step reads."""
+    gains = {n: expected(acceptance, n) / (n * share + 1) for n in range(LONGEST_DRAFT + 1)}
+    best = max(gains, key=lambda n: gains[n])
+    return best, gains[best]
+
+
+def bytes_table() -> str:
+    """Draft lengths and speed-ups by bytes, as Markdown."""
+    (weights, key), (small, small_key) = (read_bytes(name) for name in PAIR)
+    rows = []
+    for context in CONTEXTS:
+        step = weights + context * key
+        drafts = {PAIR[1]: small + READ * context * small_key, "the model itself": weights + READ * context * key}
+        for who, read in drafts.items():
+            cells = [f"{gain:.2f} ({length})" for length, gain in (promised(read / step, a) for a in ACCEPTANCE)]
+            rows.append([f"{context:,}", who, f"{read / step:.2f}", *cells])
+    head = ["tokens in the cache", "who drafts", "draft step", *(f"accepted {a:.0%}" for a in ACCEPTANCE)]
+    return (
+        f"{markdown([head, *rows])}\n\n`python benchmarks/lossless.py --bytes`: {PAIR[0]}, 16 bits, batch 1; times as fast, "
+        "and the draft length in brackets. Draft step: what it reads, as a share of a step of the model; drafts read "
+        f"{READ:.0%} of the prompt."
+    )
+
+
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -124,7 +175,13 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the report here as JSON")
     parser.add_argument("--update", type=Path, help="put the table between <!-- lossless --> marks of this page")
+    parser.add_argument("--bytes", action="store_true", help="promise speed-ups by bytes instead; nothing runs")
     options = parser.parse_args()
+    if options.bytes:
+        print(text := bytes_table())
+        if options.update:
+            put_between(options.update, "lossless-bytes", text)
+        return 0
     report = measure(options)
     text = table(report)
     print(text)

@@ -140,10 +140,10 @@ class Drafts:
 
         def make(reader: Reader) -> Sequence[Source]:
             sources: list[Source] = []
-            if not self.lossless and call.plan.policy is not None and call.plan.policy.method.recalls:
+            if not self.lossless and (at_work := _deciding(call.plan)):
                 decoder.drafting.notes.append(
-                    f"drafts are off: {call.plan.policy.method.name} chooses the keys of every token by its query, and a block "
-                    "of tokens would read others"
+                    f"drafts are off: {at_work} works on the cache while it decodes, and a block of tokens would read "
+                    "something else than one token at a time"
                 )
                 return sources
             if self.copying is not None:
@@ -204,6 +204,14 @@ def draft_of_call(
     if draft is not None and not lossless and "draft" in overrides(get_recipe(recipe)):
         return None, {**options, "draft": draft}
     return draft, options
+
+
+def _deciding(plan: ModelPlan) -> str:
+    """The method of a recipe that evicts, chooses, packs or brings back keys while it decodes; empty without one."""
+    if plan.policy is not None and plan.policy.method.decodes:
+        return plan.policy.method.name
+    codecs = [stage.method.name for stage in plan.stages if stage.method.site == "codec"]
+    return codecs[0] if codecs else plan.recipe.name if plan.reactivates else ""
 
 
 @cache
