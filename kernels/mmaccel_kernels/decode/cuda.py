@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import nvrtc
-from ..pages import Pages, Plane
+from ..pages import Format, Pages, Plane
 
 SOURCE = Path(__file__).with_name("paged.cu")
 
@@ -68,6 +68,7 @@ def macros(pages: Pages, query: Tensor, masked: bool) -> dict[str, int] | None:
     made = {
         "BITS": 8 // digits,
         "FP8": key.format.code == "fp8",
+        **_book(key.format),
         "UNIT": _unit(pages),
         "PAGE": pages.page,
         "TILE": pages.tile,
@@ -108,6 +109,21 @@ def built(macros: dict[str, int], target: str) -> dict[str, int]:
     return made
 
 
+def _book(format: Format) -> dict[str, int]:
+    """How many positive levels codes have a book of, and the bits of these as float16: both of two; of eight the lower bytes of
+    four, those of the others, and the higher bytes alike."""
+    made = {"BOOK": len(format.book), **{f"BOOK_{i}": 0 for i in range(4)}}
+    bits = torch.tensor(format.book, dtype=torch.float16).view(torch.int16).tolist()
+    if len(bits) == 2:
+        return made | {"BOOK_0": bits[0], "BOOK_1": bits[1]}
+    for i in range(2 * (len(bits) == 8)):
+        four = bits[4 * i : 4 * i + 4]
+        made[f"BOOK_{i}"], made[f"BOOK_{i + 2}"] = (
+            sum((x >> shift & 255) << 8 * place for place, x in enumerate(four)) for shift in (0, 8)
+        )
+    return made
+
+
 def _unit(pages: Pages) -> int:
     """Tokens of a unit: whole rows of bytes, and two tiles of 16 at least."""
     digits = pages.keys[0].format.digits
@@ -125,8 +141,16 @@ def _fits(pages: Pages, query: Tensor) -> bool:
     return (
         query.dtype != torch.float32
         and (key_form.digits, key_form.code == "fp8") == (value_form.digits, value_form.code == "fp8")
-        and (key_form.affine or key_form.code == "fp8")
-        and (value_form.affine or value_form.code == "fp8" or (grouped and value_form.code == "three"))
+        and key_form.book == value_form.book
+        and len(key_form.book) in (0, 2, 8)
+        and not (key_form.three_bits or value_form.three_bits)
+        and (key_form.affine or key_form.code == "fp8" or key_form.by_book)
+        and (
+            value_form.affine
+            or value_form.code == "fp8"
+            or value_form.by_book
+            or (grouped and value_form.code == "three")
+        )
         and (len(pages.keys) == 1 or (grouped and _signs(pages.keys[1], key)))
         and all(of.scale.dtype == torch.float16 for of in (*pages.keys, value))
         and pages.tile % 8 == 0

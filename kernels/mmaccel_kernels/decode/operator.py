@@ -66,7 +66,7 @@ def traced(
     "mmaccel::decode_attention",
     mutates_args=(),
     schema="(Tensor query, Tensor keys, Tensor values, float scaling, Tensor[] flat, SymInt width, Tensor[] pages, str layout, "
-    "Tensor? visible, Tensor? tail, Tensor? added) -> (Tensor, Tensor)",
+    "Tensor? visible, Tensor? tail, Tensor? added=None) -> (Tensor, Tensor)",
 )
 def _decode_attention(
     query: Tensor,

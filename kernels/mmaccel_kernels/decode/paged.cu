@@ -146,7 +146,7 @@ static_assert(!GROUPED || (KEY_BY_CHANNEL && KEY_GROUP == VALUE_GROUP && UNIT % 
 // units that share the bytes of signs
 constexpr int TOGETHER = 8 * TILE / UNIT > 0 ? 8 * TILE / UNIT : 1;
 static_assert(!OTHER_WIDTH || (GROUPED && BITS == 2 && UNIT == 4 * TILE), "");
-constexpr float SMALLEST = FP8 ? 256.f : 16777216.f;
+constexpr float SMALLEST = BOOK ? 1.f : FP8 ? 256.f : 16777216.f;
 constexpr float NONE = -1e30f;
 
 // A plane of keys: its channels, those of a word of a lane, and its words among those of both planes.
@@ -184,7 +184,15 @@ DEVICE constexpr int rows_of(int eight) {
 
 // two codes as they stand in the lower byte of either half, as float16
 template <bool SHIFTED, bool SIGN = false> DEVICE u32 codes(u32 word, int digit) {
-#if FP8
+#if BOOK
+    // a level that is looked up stands where no digit does: its sign is the highest bit of the code, the others say which it is
+    const u32 code = (SHIFTED ? word >> 8 : word) >> digit * BITS;
+    const u32 rank = code & ((1u << (BITS - 1)) - 1) * 0x00010001u;
+    const u32 sign = code << (16 - BITS) & 0x80008000u;
+    if (BITS == 2) return (rank * ((u32)BOOK_1 - (u32)BOOK_0) + (u32)BOOK_0 * 0x00010001u) | sign;
+    const u32 which = (rank | rank >> 12) & 0xff;
+    return bytes(bytes(BOOK_0, BOOK_1, which), bytes(BOOK_2, BOOK_3, which), 0x5140) | sign;
+#elif FP8
     // e4m3 as bits of float16 are a 256th of it
     if (SHIFTED) return (word & 0x80008000u) | ((word >> 1) & 0x3f803f80u);
     return ((word << 8) & 0x80008000u) | ((word << 7) & 0x3f803f80u);
@@ -540,8 +548,9 @@ DEVICE bool all_seen(const Args &a, const u8 *mask, int left, int lane) {
 }
 
 // Of tokens of a digit: what their logits are multiplied by for its place, and what is added to the exponents of their weights.
-DEVICE constexpr float place_of(int eight) { return 1.f / (1 << (digit_of(eight) * BITS)); }
-DEVICE constexpr float lift_of(int eight) { return LIFT - digit_of(eight) * BITS; }
+DEVICE constexpr int bits_before(int digit) { return BOOK ? 0 : digit * BITS; }
+DEVICE constexpr float place_of(int eight) { return 1.f / (1 << bits_before(digit_of(eight))); }
+DEVICE constexpr float lift_of(int eight) { return LIFT - bits_before(digit_of(eight)); }
 
 // Exponents of weights, to base 2 and lifted, in the place of logits; whether one is too large.
 DEVICE bool exponents(float (&x)[TILES][4], const State &state, const float (&factor)[2], const float (&added)[SPANS][2]) {
@@ -632,7 +641,7 @@ DEVICE void close(State &state, const float (&found)[2 * WORDS][4], const float 
 }
 
 // weights without the place of a digit
-DEVICE u32 unplaced(u32 p, int digit) { return digit ? times(p, 0x3c003c00u + digit * BITS * 0x04000400u) : p; }
+DEVICE u32 unplaced(u32 p, int digit) { return digit && !BOOK ? times(p, 0x3c003c00u + digit * BITS * 0x04000400u) : p; }
 
 // What the values of a unit add.
 DEVICE void collect(State &state, const u32 (&p)[TILES][2], const u8 *stage, int lane) {

@@ -154,6 +154,9 @@ def paged() -> bool:
 def tile_for(formats: tuple[Format, ...], page: int, width: int, otherwise: int) -> int:
     """The largest tile with which a quarter of a page has bytes and groups of its own, for heads of ``width`` channels, so that
     the fast kernel can read it; ``otherwise`` if there is none."""
+    if any(form.by_book or form.three_bits for form in formats):
+        # read by the loop in CUDA C++, or by the kernel for tiles of 16
+        return 16
     share = page // 4
     whole = all(form.axis == "token" or form.group % share == 0 for form in formats)
     plain = len(formats) <= 2 and all(form.code != "ternary" for form in formats)
