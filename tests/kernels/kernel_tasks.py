@@ -228,11 +228,8 @@ _CODECS: dict[str, tuple[str, dict[str, Any], str, bool]] = {
     "kivi, 8 bit": ("kivi", {"bits": 8}, "bf16", False),
     "kivi, all at once": ("kivi", {}, "bf16", True),
     "kivi, half precision": ("kivi", {}, "fp16", False),
-    "turboquant, 2 bit": ("turboquant", {"bits": 2}, "bf16", False),
-    "turboquant, 2.5 bit": ("turboquant", {"bits": 2.5, "value_bits": 2}, "bf16", False),
-    "turboquant, 3 bit": ("turboquant", {"bits": 3}, "bf16", True),
+    "turboquant, 3 bit": ("turboquant", {"bits": 3}, "bf16", False),
     "turboquant, 4 bit": ("turboquant", {}, "bf16", False),
-    "turboquant, equal steps": ("turboquant", {"bits": 3, "value_bits": 4, "values": "uniform"}, "bf16", False),
 }
 
 

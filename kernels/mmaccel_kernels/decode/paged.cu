@@ -185,13 +185,11 @@ DEVICE constexpr int rows_of(int eight) {
 // two codes as they stand in the lower byte of either half, as float16
 template <bool SHIFTED, bool SIGN = false> DEVICE u32 codes(u32 word, int digit) {
 #if BOOK
-    // a level that is looked up stands where no digit does: its sign is the highest bit of the code, the others say which it is
+    // one of two levels, which stands where no digit does; its sign is the highest bit of the code
     const u32 code = (SHIFTED ? word >> 8 : word) >> digit * BITS;
     const u32 rank = code & ((1u << (BITS - 1)) - 1) * 0x00010001u;
     const u32 sign = code << (16 - BITS) & 0x80008000u;
-    if (BITS == 2) return (rank * ((u32)BOOK_1 - (u32)BOOK_0) + (u32)BOOK_0 * 0x00010001u) | sign;
-    const u32 which = (rank | rank >> 12) & 0xff;
-    return bytes(bytes(BOOK_0, BOOK_1, which), bytes(BOOK_2, BOOK_3, which), 0x5140) | sign;
+    return (rank * ((u32)BOOK_1 - (u32)BOOK_0) + (u32)BOOK_0 * 0x00010001u) | sign;
 #elif FP8
     // e4m3 as bits of float16 are a 256th of it
     if (SHIFTED) return (word & 0x80008000u) | ((word >> 1) & 0x3f803f80u);
@@ -200,6 +198,18 @@ template <bool SHIFTED, bool SIGN = false> DEVICE u32 codes(u32 word, int digit)
     constexpr int each = SIGN ? 1 : BITS;
     constexpr u32 mask = ((1u << each) - 1) * 0x00010001u;
     return (SHIFTED ? word >> 8 : word) & (mask << (digit * each));
+#endif
+}
+
+// both pairs of codes of a word
+template <bool SIGN = false> DEVICE void pairs(u32 &even, u32 &odd, u32 word, int digit) {
+#if BOOK && BITS == 4
+    const u32 rank = word >> digit * BITS & 0x07070707u, which = rank | rank >> 12;
+    const u32 low = bytes(BOOK_0, BOOK_1, which), high = bytes(BOOK_2, BOOK_3, which);
+    even = bytes(low, high, 0x5140) | (word << (12 - digit * BITS) & 0x80008000u);
+    odd = bytes(low, high, 0x7362) | ((digit ? word : word << 4) & 0x80008000u);
+#else
+    even = codes<false, SIGN>(word, digit), odd = codes<true, SIGN>(word, digit);
 #endif
 }
 
@@ -399,10 +409,9 @@ DEVICE void multiply_words(float (&s)[TILES][4], const u32 (&word)[EIGHTS], cons
     for (int k = 0; k < TILES; k++) {
         const int first = digit_of(2 * k), second = digit_of(2 * k + 1);
         const u32 x = word[rows_of(2 * k)], y = word[rows_of(2 * k + 1)];
-        multiply(
-            s[k], codes<false, OTHER>(x, first), codes<false, OTHER>(y, second), codes<true, OTHER>(x, first),
-            codes<true, OTHER>(y, second), q[k / SPAN][i], q[k / SPAN][i + 1]
-        );
+        u32 a[4];
+        pairs<OTHER>(a[0], a[2], x, first), pairs<OTHER>(a[1], a[3], y, second);
+        multiply(s[k], a[0], a[1], a[2], a[3], q[k / SPAN][i], q[k / SPAN][i + 1]);
     }
 }
 
@@ -704,8 +713,10 @@ DEVICE void collect(State &state, const u32 (&p)[TILES][2], const u8 *stage, int
                 p0 = times(p0, scales0[group]), p1 = times(p1, scales1[group]);
             }
             const u32 l0 = low[first][i], l1 = low[second][i], h0 = high[first][i], h1 = high[second][i];
-            multiply(out[2 * i], codes<false>(l0, d0), codes<true>(l0, d0), codes<false>(l1, d1), codes<true>(l1, d1), p0, p1);
-            multiply(out[2 * i + 1], codes<false>(h0, d0), codes<true>(h0, d0), codes<false>(h1, d1), codes<true>(h1, d1), p0, p1);
+            u32 a[4], b[4];
+            pairs(a[0], a[1], l0, d0), pairs(a[2], a[3], l1, d1), pairs(b[0], b[1], h0, d0), pairs(b[2], b[3], h1, d1);
+            multiply(out[2 * i], a[0], a[1], a[2], a[3], p0, p1);
+            multiply(out[2 * i + 1], b[0], b[1], b[2], b[3], p0, p1);
         }
         if (GROUPED && (k + 1) % SPAN == 0) close(state, out, sums, stage, k / SPAN, lane);
     }

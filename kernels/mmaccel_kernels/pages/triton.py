@@ -47,14 +47,14 @@ def digit(word, s: tl.constexpr, PLANE: tl.constexpr):
     i: tl.constexpr = s % DIGITS
     if PLANE[0] == "int3" or PLANE[0] == "book3":
         low, high = word
-        return ((low.to(tl.int32) >> (s % 4 * 2)) & 3) | (((high.to(tl.int32) >> i) & 1) << 2)
-    word = word.to(tl.int32)
-    if DIGITS == 5:
-        return ((word * (3**i) & 255) * 3) >> 8
+        found = ((low.to(tl.int32) >> (s % 4 * 2)) & 3) | (((high.to(tl.int32) >> i) & 1) << 2)
+    elif DIGITS == 5:
+        found = ((word.to(tl.int32) * (3**i) & 255) * 3) >> 8
     elif DIGITS == 1:
-        return word
+        found = word.to(tl.int32)
     else:
-        return (word >> (i * (8 // DIGITS))) & ((1 << (8 // DIGITS)) - 1)
+        found = (word.to(tl.int32) >> (i * (8 // DIGITS))) & ((1 << (8 // DIGITS)) - 1)
+    return found
 
 
 @jit
@@ -94,9 +94,10 @@ def words(codes, index, s: tl.constexpr, PLANE: tl.constexpr, PAGE: tl.constexpr
         codes += index * (ALL * PLANE[6])
         low = _words(codes, 0, s // 4, 4, PLANE, PAGE, TILE, stored)
         high = _words(codes + TWO * PLANE[6], 0, s // 8, 8, PLANE, PAGE, TILE, stored)
-        return low, high
+        word = low, high
     else:
-        return _words(codes, index, s // PLANE[1], PLANE[1], PLANE, PAGE, TILE, stored)
+        word = _words(codes, index, s // PLANE[1], PLANE[1], PLANE, PAGE, TILE, stored)
+    return word
 
 
 @jit
