@@ -15,7 +15,7 @@ in between, so this is the best case of throughput, not a study of queues.
 
 With --lossless, --draft or --lookup, every recipe runs with drafts, too; with --lossless only with drafts, since its answer is
 the bare model's. "promised" then counts forwards, and drafted tokens by the weights that they read. Random weights (--shape)
-write text that nobody drafts. Drafts know no earlier answer.
+write text that says nothing about acceptance. Drafts know no earlier answer.
 
 Peak memory is that of tensors on a GPU; on a CPU it is the resident set of the whole process, in which Python, libraries and
 free pages of the C library hide savings. "KV" is the cache at the end of the answer.
