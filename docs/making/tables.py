@@ -27,6 +27,7 @@ from mmaccel.cli.methods import describe_methods, describe_recipes, method_rows,
 from mmaccel.cli.shared.text import markdown, put_between  # noqa: E402
 from mmaccel.errors import MmaccelError  # noqa: E402
 from mmaccel.families import REFUSED, families  # noqa: E402
+from mmaccel.method.nearest import systems  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 #: pages that answer a question, in the order of the overview
@@ -47,9 +48,24 @@ MAKERS |= {"towers": "towers", "memory": "memory", "offload": "offload"}
 ROWS = re.compile(r"(<!-- rows of ([\w-]+): ([^|>]+) \| ([^>]+) -->\n).*?(<!-- /rows -->)", re.S)
 
 
+def system_tables() -> str:
+    """Systems of the field by group: where each is in mmaccel, or why it is not."""
+    parts = []
+    for group in dict.fromkeys(one["group"] for one in systems()):
+        rows = [["system", "what it does", "in mmaccel"]]
+        for one in systems():
+            if one["group"] == group:
+                place = one.get("here") or f"no: {one['why']}"
+                near = "".join(f", `{name}`" for name in one.get("near", ())).removeprefix(", ")
+                rows.append([one["name"], one.get("what", ""), place + (f"; nearest: {near}" if near else "")])
+        parts.append(f"## {group}\n\n{markdown(rows)}")
+    return "\n\n".join(parts)
+
+
 def update(page: Path) -> None:
     """Write the tables of a page. Raises MmaccelError if it has no markers."""
     makers = {"methods": method_tables, "families": family_table, "refused": refused_table, "questions": question_table}
+    makers["systems"] = system_tables
     makers["negative"] = lambda: str(importlib.import_module("negative").table())
     text = page.read_text(encoding="utf-8")
     whole = [name for name in re.findall(r"<!-- ([\w-]+) -->", text) if name in makers or maker(name)]

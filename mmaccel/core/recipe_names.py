@@ -16,6 +16,7 @@ RecipeName: TypeAlias = Literal[
     "apet-step",
     "attention-received",
     "balanced",
+    "balanced-cache",
     "calibquant",
     "caote",
     "capkv",

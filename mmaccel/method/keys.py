@@ -103,6 +103,7 @@ CHOICES: Mapping[str, Mapping[str, float | None]] = {
         "values": 0.0,
     },
     "eviction_error": {"none": None, "exact": None, "fast": None},
+    "budget_in": {"keys": None, "bytes": None},
     "protect": {"separators": None, "question": None},
 }
 
@@ -146,6 +147,8 @@ class CacheOptions(Method):
     sinks : number of keys at the start of the sequence that always stay.
     recent : newest keys that always stay; an int is a count, a float a share of the keys.
     protect : keys that always stay: visual keys without a cell (``separators``), text after the last picture (``question``).
+    budget_in : ``keys``, or ``bytes``: ``retain`` is then the share of the bytes that the keys and values of the model would
+        take. As the codec of the recipe packs them in fewer bits, so many more of them stay.
     joint : text and visual keys share one budget, which is then ``retain`` of all keys.
     text_policy : the policy, by name, that ranks text keys where they have a budget (``text_retain``); by default this one.
 
@@ -176,12 +179,13 @@ class CacheOptions(Method):
     protect: tuple[str, ...] = ()
     eviction_error: str = "none"
     merge_share: float = 1.0
+    budget_in: str = "keys"
     joint: bool = False
     text_policy: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option in ("layer_budget", "head_budget", "compact", "eviction_error"):
+        for option in ("layer_budget", "head_budget", "compact", "eviction_error", "budget_in"):
             self.choice(option)
         for kind in self.protect:
             if kind not in CHOICES["protect"]:

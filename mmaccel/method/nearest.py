@@ -3,7 +3,8 @@
 Spelling is compared without case, hyphens and spaces, and with ``+`` as ``plus``. What a name does is known in three ways, of
 which the first that applies is taken:
 
-1. it is a paper that mmaccel does not implement: ``elsewhere.toml`` names the recipes that are nearest to it;
+1. it is a system of the field without a recipe of its name: ``systems.toml`` says where it is in mmaccel, or why it is not
+   here, and which recipes are nearest to it;
 2. it is almost a known name: the ones that share most words with that one's sites and summary, rare words counting more;
 3. its own words (``4-bit-keys``, ``attention_sinks``): the ones whose names, sites and summaries share most of them.
 """
@@ -17,6 +18,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 #: of each kind of suggestion, at most
 _MOST = 3
@@ -44,21 +46,33 @@ def suggest(name: str, known: Mapping[str, str]) -> str:
     known : what each known name does, in a few words; its summary and its sites.
     """
     plain = {_plain(one): one for one in known}
-    papers = tomllib.loads(Path(__file__).with_name("elsewhere.toml").read_text(encoding="utf-8"))
-    paper = [one for one in papers.get(_plain(name), ()) if one in known]
-    # a paper's name that is like another is no slip
-    near = difflib.get_close_matches(_plain(name), plain, n=_MOST, cutoff=_SLIP if paper else 0.6)
+    system = (
+        {} if _plain(name) in plain else next((one for one in systems() if _plain(one["name"]) == _plain(name)), {})
+    )
+    paper = [one for one in system.get("near", ()) if one in known]
+    if system:
+        place = f"It is {system['here']}." if "here" in system else f"Not here: {system['why']}."
+        similar = f" Nearest in what they do: {', '.join(map(repr, paper))}." if paper else ""
+        return f". {place.replace('`', '')}{similar}"
+    near = difflib.get_close_matches(_plain(name), plain, n=_MOST, cutoff=0.6)
     spelled = [plain[one] for one in ([_plain(name)] if _plain(name) in plain else near)]
     almost = [known[plain[one]] for one in difflib.get_close_matches(_plain(name), plain, n=_MOST, cutoff=_SLIP)]
     # a name whose words nothing shares is taken for a slip after all
     texts = [" ".join(almost) or name, *(known[one] for one in spelled)]
-    alike = paper or next(filter(None, (_alike(text, known, {*spelled, "none"}) for text in texts)), [])
+    alike = next(filter(None, (_alike(text, known, {*spelled, "none"}) for text in texts)), [])
     if not spelled and not alike:
         return f"; known are {', '.join(sorted(known))}."
     parts = [f"; did you mean {' or '.join(map(repr, spelled))}?" if spelled else ";"]
     if alike:
         parts.append(f"{'Nearest' if spelled else 'nearest'} in what they do: {', '.join(map(repr, alike))}.")
     return " ".join(parts)
+
+
+def systems() -> list[dict[str, Any]]:
+    """Systems of the field: ``name``, ``group``, and in half a sentence ``what`` it is, ``here`` where it is in mmaccel, or
+    else ``why`` it is not; ``near`` are the recipes that do most nearly the same, nearest first."""
+    listed: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("systems.toml").read_text("utf-8"))["system"]
+    return listed
 
 
 def _alike(text: str, known: Mapping[str, str], without: Iterable[str]) -> list[str]:

@@ -13,7 +13,7 @@ from laws import helpers, oracle
 from torch import Tensor
 
 import mmaccel
-from mmaccel import MmaccelError, accelerated
+from mmaccel import MmaccelError, Recipe, Stage, accelerated
 from mmaccel.kv import budgets
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -179,3 +179,19 @@ def test_official_floors_count_what_is_left_beside_the_window(window: int, capac
     among = torch.ones(1, keys + window, dtype=torch.bool)
     ours = budgets.adaptive(whole, among, torch.tensor([capacity]), floor, official=True)
     assert ours.tolist() == [theirs.tolist()]
+
+
+@pytest.mark.parametrize(("retain", "kept"), [(0.05, None), (0.1, None), (0.9, 1.0), (8, None)])
+def test_a_budget_in_bytes_keeps_as_many_more_keys_as_a_codec_packs_them(retain, kept) -> None:
+    """The small model has float32 and heads of 16: what is packed in 5 bits takes 32 unpacked."""
+    stages = (
+        Stage("snapkv", retain, {"budget_in": "bytes"}),
+        Stage("kivi", None, {"bits": 4, "page": 32, "residual": 0}),
+    )
+    model, feed = helpers.model("llava"), zoo.inputs("llava", "image")
+    with accelerated(model, Recipe("bytes", stages)):
+        model.generate(**feed, max_new_tokens=2, do_sample=False)
+        first = model.mmaccel.stats()["stages"][0]
+    size, packed = first["tokens_in"], (4 + 32 / 32 + 4 + 32 / 16) / 2
+    wanted = int(retain * 32 / packed) if isinstance(retain, int) else int(min(1.0, retain * 32 / packed) * size + 0.5)
+    assert first["tokens_kept"] == min(size, wanted) and (kept is None or first["tokens_kept"] == size)

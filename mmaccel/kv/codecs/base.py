@@ -95,6 +95,11 @@ class Codec(Method):
     def formats(self, channels: int) -> tuple[Format, ...]:
         """Every format used for heads of this size: that of the keys first, that of the values last."""
 
+    def packed_bits(self, channels: int) -> float:
+        """Bits of a number in a whole page, with scales and zero points, for heads of this size; mean of keys and values."""
+        formats = self.formats(channels)
+        return (_bits(formats[0]) + _bits(formats[-1])) / 2
+
     def salient(self, embeds: Tensor, visual: Tensor, text: Tensor) -> Tensor:
         """Mask of the visual tokens that :meth:`for_salient` packs, ``[B, S]`` bool, from what enters the language model.
 
@@ -218,6 +223,11 @@ class TokenGroup:
     stage: int
     number: int
     like: int
+
+
+def _bits(format: Format) -> float:
+    """Bits of a number, with its part of the scale and the zero point of its group, of 16 bits each."""
+    return (format.levels - 1).bit_length() + (32 if format.affine else 16) / format.group
 
 
 def token_groups(codecs: Mapping[int, Codec]) -> tuple[TokenGroup, ...]:

@@ -43,21 +43,22 @@ class Waiting:
 def prompt_budget(stage: CacheRules, layout: Layout, notes: list[str]) -> list[int]:
     """Keys that stay in each row in the mean over layers: the budgets of its pictures, resolved on their original counts,
     summed; of all keys of the prompt where text and pictures share one budget. ``notes`` name pictures that are kept whole."""
-    if stage.retain is None:
+    retain = stage.visual_retain
+    if retain is None:
         return layout.visual.sum(1).tolist()
     if stage.policy.joint:
         # no key competes in a row without a picture
         prompts = (layout.valid.sum(1) * layout.visual.any(1)).tolist()
-        notes += kept_whole(stage.policy.name, stage.retain, [n for n in prompts if n], "prompts")
-        return [resolve(stage.retain, n) if n else 0 for n in prompts]
+        notes += kept_whole(stage.policy.name, retain, [n for n in prompts if n], "prompts")
+        return [resolve(retain, n) if n else 0 for n in prompts]
     sizes: dict[tuple[int, int], int] = {}
     for segment in layout.segments:
         key = (segment.row, segment.picture)
         sizes[key] = sizes.get(key, 0) + len(segment.places)
-    notes += kept_whole(stage.policy.name, stage.retain, list(sizes.values()))
+    notes += kept_whole(stage.policy.name, retain, list(sizes.values()))
     kept = [0] * len(layout.valid)
     for (row, _), size in sizes.items():
-        kept[row] += resolve(stage.retain, size)
+        kept[row] += resolve(retain, size)
     return kept
 
 

@@ -22,6 +22,7 @@ class CacheRules:
 
     retain, text_retain : the budgets of visual keys (of all keys if the policy is ``joint``) and of text; None: no budget.
     family : of the model. depth : how many of its layers have attention, and keys in the cache.
+    more : by how much more keys stay than the budget says, since a codec packs them.
     """
 
     policy: Policy
@@ -29,11 +30,22 @@ class CacheRules:
     text_retain: Retain | None
     family: Family
     depth: int
+    more: float = 1.0
 
     @staticmethod
     def of(plan: ModelPlan, stage: PlannedStage[Policy], depth: int) -> CacheRules:
         """The cache stage of a plan, for a cache of ``depth`` layers."""
-        return CacheRules(stage.method, stage.retain, plan.recipe.text_retain, plan.family, depth)
+        given = stage.method, stage.retain, plan.recipe.text_retain, plan.family, depth
+        return CacheRules(*given, _more(plan) if stage.method.budget_in == "bytes" else 1.0)
+
+    @property
+    def visual_retain(self) -> Retain | None:
+        """The budget in keys."""
+        if self.retain is None or self.more == 1:
+            return self.retain
+        if isinstance(self.retain, int):
+            return int(self.retain * self.more)
+        return min(1.0, self.retain * self.more)
 
     def outgoing(self, number: int, values: Tensor) -> Tensor | None:
         """Norms of ``values [B, Hkv, K, D]`` of layer ``number`` of the cache behind its output projection, if the policy looks
@@ -75,3 +87,12 @@ class CacheRules:
             for layer, bar in zip(together.layers, merged.threshold.split(together.rows), strict=True):
                 layer.schedule.threshold, layer.schedule.renewed = bar, False
         together.evict(kept, (merged.keys, merged.values), lengths, known)
+
+
+def _more(plan: ModelPlan) -> float:
+    """The bits of a number of the model over those of one that its visual keys are packed in."""
+    codec = next((group.codec for group in plan.token_groups if group.of != "text"), None)
+    if codec is None:
+        return 1.0
+    layer = plan.family.attending[0]
+    return max(1.0, torch.finfo(plan.family.model.dtype).bits / codec.packed_bits(plan.family.heads_in(layer)[1]))
