@@ -157,7 +157,7 @@ def nearest(name: str) -> str:
         # a slip, and what does the same as what was meant
         ("prumerge+", "; did you mean 'prumerge-plus'? Nearest in what they do: 'prumerge', "),
         ("Streaming LLM", "; did you mean 'streaming-llm'? Nearest in what they do: 'streaming-llm-decode', "),
-        ("snapkv2", "; did you mean 'snapkv' or 'capkv' or 'speckv'? Nearest in what they do: 'windowkv', "),
+        ("snapkv2", "; did you mean 'snapkv' or 'capkv' or 'speckv'? Nearest in what they do: '"),
         ("llava-prumerge", "; did you mean 'prumerge' or 'prumerge-plus' or "),
         # papers that are not here
         ("TRIM", ". Not here: not built yet. Nearest in what they do: 'cdpruner', 'qg-vtc', 'visiontrim'."),

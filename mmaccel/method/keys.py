@@ -347,6 +347,8 @@ class Policy(CacheOptions):
         """
         raise NotImplementedError
 
+    #: whether the prompt is read again before keys are chosen, see :class:`~mmaccel.method.reread.RereadPolicy`
+    rereads: ClassVar[bool] = False
     #: whether :meth:`recall_by_logits` is called in place of :meth:`recall`
     sees_logits: ClassVar[bool] = False
 

@@ -43,6 +43,7 @@ class RereadPolicy(Policy):
     """
 
     prompt_only = True
+    rereads = True
     limits = {"stretch": "[1, inf)"}
 
     stretch: int

@@ -24,7 +24,6 @@ from ...kv.layer_batch import LayerBatch, batches, size
 from ...kv.scoring.importance import behind_pictures, entropy, share_seen
 from ...kv.select import choose, per_head
 from ...method import LayerAttention
-from ...method.reread import RereadPolicy
 from ..call.forward import Prompt
 from .evictor import Evictor, Uncounted
 from .layer_budgets import KNOWN, Waiting, by_content, globally
@@ -52,7 +51,7 @@ class PromptEviction:
         self.scores = PromptScores(rules, state, prompt)
         self.evictor = Evictor(rules, prompt, self.tokens, schedule)
         self.split = self.policy.choice("layer_budget")[0]
-        waits = self.policy.deferred or isinstance(self.policy, RereadPolicy) or prompt.plan.draft_policy is not None
+        waits = self.policy.deferred or self.policy.rereads or prompt.plan.draft_policy is not None
         #: whether all layers wait for the end of the forward
         self.late = waits or self.split not in KNOWN
 

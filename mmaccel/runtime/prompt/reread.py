@@ -91,7 +91,7 @@ class RereadStretch(TextBehind):
 def read_again(
     call: Call[ModelPlan], prompt: Prompt, policy: RereadPolicy, arguments: dict[str, Any], places: Tensor
 ) -> dict[int, Tensor]:
-    """What ``policy`` observes of every layer of the cache while the prompt is read again, ``[B, Hkv, K]`` float32.
+    """Read the prompt again; returns what ``policy`` observes of every layer of the cache, ``[B, Hkv, K]`` float32.
 
     arguments : of the text model when it read the prompt. places : ``[B, q]`` long, of its tokens, -1 for padding.
     """
