@@ -141,6 +141,7 @@ RecipeName: TypeAlias = Literal[
     "scene-frames",
     "scenetilling",
     "scope",
+    "shadowkv",
     "snapkv",
     "spacetime",
     "sparsevlm",

@@ -225,6 +225,31 @@ def visionpulse_blocks(params: Params, arrays: Arrays) -> None:
         same_set(read.nonzero()[:, 0], places[places < len(visual)])
 
 
+def shadowkv(params: Params, arrays: Arrays) -> None:
+    """The chunks that a step reads. Outliers and the newest keys are in our budget and beside theirs. Keys before RoPE in a low
+    rank are not offered: ours reads the keys as they are."""
+    keys, query, chunk = arrays["in_k"], arrays["in_q"], params["chunk_size"]
+    start, outliers = int(arrays["out_local_start"]), params["outlier_chunk"]
+    newest = keys.shape[2] - start
+    assert newest == params["local_chunk"] * chunk + keys.shape[2] % chunk
+    policy = make("shadowkv", page=chunk, outliers=outliers, recent=newest)
+    run = prompted(policy, newest + outliers * chunk + params["sparse_budget"], keys)
+    ours = read(run, query)[0]
+    assert run.state.shared.memory(SparseMemory) is not None
+    summary = run.state.shared.memory(SparseMemory).layers[0].summary
+    assert ours[:, start:].all()
+    for head, read_ in enumerate(ours):
+        odd = (summary["order"][0, head] < outliers).nonzero()[:, 0]
+        assert torch.equal(odd, arrays["out_outlier_chunks"][head])
+        others = arrays["out_landmark_idx"][head]
+        same_set(torch.cat([odd, others]), torch.arange(start // chunk))
+        close(summary["landmarks"][0, head][others], arrays["out_landmarks"][head])
+        chosen = read_[:start].clone().view(-1, chunk)
+        assert chosen[odd].all()
+        chosen[odd] = False
+        same_set(chosen.flatten().nonzero()[:, 0], arrays["out_positions"][head])
+
+
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("mit-han-lab/Quest", "forward (q_len 1) / local_heavy_hitter_mask"): quest,
     ("pzs19/TokenSelect", "TokenRetriever.retrieval_indices / get_topk_tokens"): tokenselect,
@@ -234,5 +259,6 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("xxhhbbbb/VisionPulse", "visionpulse/modeling_qwen3_vl.py:eager_attention_forward"): visionpulse,
     ("xxhhbbbb/VisionPulse", "visionpulse/triton/budget.py:build_sparse_decode_indices_q1"): visionpulse_blocks,
     ("hpcgroup/loki", "mask_attn_pca_topk"): loki,
+    ("bytedance/ShadowKV", "ShadowKVCache.get_svd / prefill_kv_cache / get_retrieval_position_ids"): shadowkv,
     ("Infini-AI-Lab/TriForce", "RetrievalCache.init_graph_cache"): triforce,
 }
