@@ -140,7 +140,7 @@ class ForestPrune(ProjectorMethod):
         return parent
 
     def depths(self, parent: list[int]) -> list[int]:
-        """How many nodes are above each."""
+        """Number of nodes above each."""
         depth = list[int]()
         for above in parent:
             depth.append(0 if above < 0 else depth[above] + 1)

@@ -26,7 +26,7 @@ class EMLLM(RecallPolicy):
     ``mean + gamma std`` of the surprise over the last ``local`` frames. Each boundary then moves back to where the graph of
     similarities between frames falls into two parts best (see :meth:`moved`). The rating of an event is
     ``<mean_q q, mean_k k>`` over the question's tokens and the event's frames, all query heads side by side. The best events
-    are read while ``1 - neighbours`` of ``frames`` lasts, then the events next to them, nearest in time to the best first.
+    are read while ``1 - contiguity`` of ``frames`` lasts, then the events next to them, nearest in time to the best first.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class EMLLM(RecallPolicy):
     shortest, longest : frames that an event has; 8 to 128 tokens in the program.
     refine : the measure by which boundaries move: ``modularity`` as in the paper, ``conductance``, ``intra_inter_sim``, or
         ``none`` as in the released configurations.
-    neighbours : share of ``frames`` for the events next to recalled ones; 0.3 as in the program.
+    contiguity : share of ``frames`` for the events next to recalled ones; 0.3 as in the program.
     while_reading : every stretch of new frames recalls events, as in the program.
 
     Paper and program: both take the surprise of the next token, which pixels do not have; and an event is represented by the
@@ -52,7 +52,7 @@ class EMLLM(RecallPolicy):
         "local": "[1, inf)",
         "shortest": "[1, inf)",
         "longest": "[1, inf)",
-        "neighbours": "[0, 1)",
+        "contiguity": "[0, 1)",
     }
 
     gamma: float = 1.0
@@ -60,7 +60,7 @@ class EMLLM(RecallPolicy):
     shortest: int = 2
     longest: int = 32
     refine: Measure = "modularity"
-    neighbours: float = 0.3
+    contiguity: float = 0.3
     while_reading: bool = True
 
     def rate(self, query: Tensor, frames: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class EMLLM(RecallPolicy):
         begins = self.events(frames)
         ends = [*begins[1:], len(frames)]
         order = self._ratings(query, frames, begins).argsort(descending=True, stable=True).tolist()
-        similar, taken = max(1, self.frames - int(self.neighbours * self.frames)), dict[int, None]()
+        similar, taken = max(1, self.frames - int(self.contiguity * self.frames)), dict[int, None]()
         for event in order:
             if len(taken) >= similar:
                 break

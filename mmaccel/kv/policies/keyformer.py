@@ -26,7 +26,8 @@ class Keyformer(H2O):
 
     Parameters
     ----------
-    tau : 1 as in the paper. slope : the rise of the temperature with every token; the paper goes from 1 to 2 over an answer.
+    tau : 1 as in the paper.
+    slope : the rise of the temperature with every token; the paper goes from 1 to 2 over an answer.
     noise : the weight of ``z``, 1 in the paper. Here 0, with which equal keys have equal scores. The noise is a function of the
         layer's head and the places of query and key, so that it is the same every time.
     gqa : see ``h2o``.
