@@ -79,6 +79,7 @@ from .kv.policies.quickprefill import QuickPrefill as QuickPrefill
 from .kv.policies.raas import RaaS as RaaS
 from .kv.policies.rekv import ReKV as ReKV
 from .kv.policies.rpc import RPC as RPC
+from .kv.policies.shadowkv import ShadowKV as ShadowKV
 from .kv.policies.snapkv import SnapKV as SnapKV
 from .kv.policies.speckv import SpecKV as SpecKV
 from .kv.policies.squeezed_attention import SqueezedAttention as SqueezedAttention

@@ -244,8 +244,6 @@ class Policy(CacheOptions):
     shared: ClassVar[bool] = False
     #: whether it scores at the end of the forward, when it is known which tokens reach the last layer
     deferred: ClassVar[bool] = False
-    #: whether the whole prompt is read a second time before keys are evicted
-    rereads: ClassVar[bool] = False
     #: the number of future positions that :attr:`KeyBatch.expected` averages over; 0 leaves it None
     future: int = 0
     #: whether :attr:`KeyBatch.outgoing` is to be filled
