@@ -137,6 +137,7 @@ RecipeName: TypeAlias = Literal[
     "rekv",
     "representation-shift",
     "resize",
+    "restore-merge",
     "rpc",
     "scene-frames",
     "scenetilling",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 from comparators import Arrays, Params, close, kept_of, one_unit, same_set
-from harness import fault, make
+from harness import NotOffered, fault, make
 from torch import Tensor
 
 from mmaccel.method import Method, TokenBatch
@@ -135,9 +135,28 @@ def prunesid_qwen(params: Params, arrays: Arrays) -> None:
     same_set(kept_of(method.reduce(one_unit(x), torch.tensor([count]))), arrays["indices"])
 
 
+def restore_anchors(params: Params, arrays: Arrays) -> None:
+    """All tokens are merged: of twice the budget the base keeps none of its half."""
+    x, theirs = arrays["features"], arrays["anchors"]
+    none = {"retained": lambda self, tokens, count: torch.zeros_like(tokens.valid)}
+    method = make("restore-merge", given=none)
+    assert torch.equal(method.owners(x, params["anchors"]), theirs[arrays["owner"]])
+    ours = method.reduce(one_unit(x), torch.tensor([2 * params["anchors"]]))
+    # their groups are in the order of anchors, ours at a member of each
+    order = arrays["owner"][kept_of(ours)]
+    close(ours.apply(x[None])[0], arrays["merged"][order])
+    close(ours.mass()[0][kept_of(ours)], arrays["sizes"][order])
+
+
+def restore(params: Params, arrays: Arrays) -> None:
+    raise NotOffered("attention in every layer by the sizes of groups and a factor of distance")
+
+
 _SLIM = "angelslim/compressor/token_compressor/algorithm"
 _LLAVA = "prunesid/prunesid_llava/clip_encoder.py:CLIPVisionTower_PruneSID.forward, batch_pca, batch_similarity_nms"
 _QWEN = "prunesid/prunesid_qwen/modeling_qwen2_vl.py:Qwen2VisionTransformerPretrainedModel_prunesid.forward"
+
+_RESTORE = "llava/model/modeling_llama_restore.py:forward_restore, reorder_vis_position_ids, LlamaSdpaAttention.forward"
 
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("kinredon/SCOPE", "scope/clip_encoder.py:CLIPVisionTower_SCOPE.forward, SCOPE"): scope,
@@ -152,6 +171,12 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("obananas/HoloV", "qwen-model-HoloV/utils.py:HoloV"): holov,
     ("obananas/HoloV", "llava/model/utils.py:HoloV"): holov,
     ("cvlab-yonsei/RESTORE", "tokenreduction/tore/holov/utils.py:HoloV_with_Indices"): holov,
+    (
+        "cvlab-yonsei/RESTORE",
+        "tokenreduction/tore/merge.py:distinctive_anchor_merging, merge_wavg, merge_source",
+    ): restore_anchors,
+    ("cvlab-yonsei/RESTORE", f"tokenreduction/tore/divprune/llava_arch_restore.py; {_RESTORE}"): restore,
+    ("cvlab-yonsei/RESTORE", f"tokenreduction/tore/holov/llava_arch_restore.py; {_RESTORE}"): restore,
     ("ZhengyaoFang/PruneSID", _LLAVA): prunesid,
     ("ZhengyaoFang/PruneSID", f"{_QWEN}, pca_group, nms"): prunesid_qwen,
 }
