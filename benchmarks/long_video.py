@@ -1,0 +1,157 @@
+"""Long videos in bounded memory: prefill in chunks beside one piece, and a stream of frames.
+
+    python benchmarks/long_video.py --out benchmarks/results/long-video-cpu.json --update docs/results/long-video.md
+
+- A prompt of a model of a known architecture with random weights is read in one piece and in chunks, in turn; the ratio of
+  times is the median over such pairs. Peak memory is that of a process of its own for each.
+- A stream of frames is read by a ``VideoSession`` of ``mini-qwen-vl``, in a process of its own for each length.
+
+Started again with the same --out, what is in the file is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mmaccel import VideoSession, accelerated
+from mmaccel.cli.shared.text import markdown, put_between
+from mmaccel.families.load import load
+from mmaccel.programs.bench import provenance
+from mmaccel.programs.bench.shapes import build, shape
+from mmaccel.programs.bench.workloads import ShapeSubject, Workload
+
+
+def peak() -> int:
+    """The most bytes that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@torch.inference_mode()
+def prefill(name: str, frames: int, chunks: list[int | None], pairs: int) -> dict[str, Any]:
+    """Seconds of a prompt read in each of the ways, in turn, and the peak of this process."""
+    model = build(name, torch.device("cpu"), torch.float32)
+    subject, work = ShapeSubject(model, shape(name)), Workload(frames=frames)
+    inputs = subject.inputs(work, [subject.pixels(work)])
+    before, times = peak(), []
+    with accelerated(model, "none"):
+        for _ in range(pairs):
+            row = []
+            for chunk in chunks:
+                asked = {"chunk": chunk or 1 << 30}
+                begin = time.perf_counter()
+                model(**inputs, use_cache=True, logits_to_keep=1, mmaccel=asked)
+                row.append(time.perf_counter() - begin)
+            times.append(row)
+    return {"tokens": inputs["input_ids"].shape[1], "seconds": times, "peak": peak(), "grown": peak() - before}
+
+
+def stream(frames: int, cap: int) -> dict[str, Any]:
+    """A question behind so many frames: seconds, and the peak of this process."""
+    model, processor = load("mini-qwen-vl")
+    session = VideoSession(model, processor=processor, cap_tokens=cap)
+    random, begin = np.random.default_rng(0), time.perf_counter()
+    for start in range(0, frames, 8):
+        session.push(random.integers(0, 256, (min(8, frames - start), 56, 56, 3), dtype=np.uint8))
+    answer = session.ask("what is there?", max_new_tokens=4)
+    seconds = time.perf_counter() - begin
+    return {
+        "frames": frames,
+        "cap": cap,
+        "seconds": seconds,
+        "peak": peak(),
+        "keys": session.tokens(),
+        "answer": answer,
+    }
+
+
+def in_child(kind: str, *arguments: Any) -> dict[str, Any]:
+    """The figures of a process of its own."""
+    words = [sys.executable, __file__, "--child", kind, json.dumps(arguments)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def table(report: dict[str, Any]) -> str:
+    """The tables of a report, in Markdown."""
+    lines = [["prompt, tokens", "chunk", "seconds, median", "times one piece", "memory over the weights, MiB"]]
+    for row in (row for row in report["rows"].values() if "ratio" in row):
+        for way, label in (("whole", "none"), ("chunked", f"{row['chunk']:,}")):
+            ratio = "1.00" if way == "whole" else f"{row['ratio']:.2f}"
+            memory = f"{row['grown'][way] / 2**20:,.0f}"
+            lines.append([f"{row['tokens']:,}", label, f"{row['seconds'][way]:.2f}", ratio, memory])
+    streams = [["frames", "keys a head", "seconds", "peak, MiB"]]
+    for row in (row for row in report["rows"].values() if "cap" in row):
+        figures = [f"{row['keys']:,}", f"{row['seconds']:.0f}", f"{row['peak'] / 2**20:,.0f}"]
+        streams.append([f"{row['frames']:,}", *figures])
+    used = ", ".join(f"{name} {report['versions'][name]}" for name in ("torch", "transformers"))
+    return (
+        f"{markdown(lines)}\n\n{markdown(streams)}\n\nShape `{report['shape']}` with random weights and recipe `none`; streams "
+        f"by `mini-qwen-vl` and `infinipot-v`. `{report['command']}`, {report['date']}, {report['machine']}, {used}."
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="small")
+    parser.add_argument("--frames", type=int, nargs="+", default=[16], help="of a prompt (default: 16)")
+    parser.add_argument("--chunk", type=int, default=1024, help="default: 1024")
+    parser.add_argument("--pairs", type=int, default=5, help="default: 5")
+    parser.add_argument("--stream", type=int, nargs="*", default=[300, 3600], help="frames (default: 300 3600)")
+    parser.add_argument("--cap", type=int, default=1024, help="keys a head of a stream (default: 1024)")
+    parser.add_argument("--out", type=Path, help="JSON")
+    parser.add_argument("--update", type=Path, metavar="PAGE", help="write the tables between the marks of this page")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        kind, given = args.child
+        print(json.dumps({"prefill": prefill, "stream": stream}[kind](*json.loads(given))))
+        return 0
+    if args.out is None:
+        parser.error("--out is needed")
+    rows = json.loads(args.out.read_text(encoding="utf-8"))["rows"] if args.out.exists() else {}
+    report = {
+        "command": provenance.command("python", "benchmarks/long_video.py"),
+        "date": provenance.today(),
+        "machine": f"a CPU ({provenance.processor()}), {torch.get_num_threads()} threads",
+        "versions": provenance.versions(),
+        "shape": args.shape,
+        "rows": rows,
+    }
+    for frames in args.frames:
+        if (key := f"{args.shape} {frames} frames chunk {args.chunk} pairs {args.pairs}") in rows:
+            continue
+        both = in_child("prefill", args.shape, frames, [None, args.chunk], args.pairs)
+        alone = [in_child("prefill", args.shape, frames, [chunk], 1)["grown"] for chunk in (None, args.chunk)]
+        whole, chunked = zip(*both["seconds"], strict=True)
+        rows[key] = {
+            "tokens": both["tokens"],
+            "chunk": args.chunk,
+            "ratio": statistics.median(b / a for a, b in both["seconds"]),
+            "seconds": {"whole": statistics.median(whole), "chunked": statistics.median(chunked)},
+            "grown": dict(zip(("whole", "chunked"), alone, strict=True)),
+        }
+        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    for frames in args.stream:
+        if (key := f"stream of {frames} frames, cap {args.cap}") not in rows:
+            rows[key] = in_child("stream", frames, args.cap)
+            args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(text := table(report))
+    if args.update:
+        put_between(args.update, args.out.stem, text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
