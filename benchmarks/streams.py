@@ -17,14 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from mmaccel import Stage, VideoSession
+from mmaccel import Stage, VideoSession, get_method
+from mmaccel.cli.shared.text import markdown
 from mmaccel.families.load import load
+from mmaccel.method import RecallPolicy
 from mmaccel.programs.bench import provenance
 from mmaccel.suite.clip import CLIP_TASKS, needle, render_clip
 from mmaccel.suite.questions import Turn
 from mmaccel.suite.rng import Rng, item_seed
 
 SIDE, SCENE = 112, 16
+SESSIONS = ["infinipot-v", "rekv", "em-llm", "streamingtom", "frame-bounds"]
 
 
 def scenes(seed: int, frames: int) -> tuple[Iterator[np.ndarray], Turn]:
@@ -47,19 +50,24 @@ def scenes(seed: int, frames: int) -> tuple[Iterator[np.ndarray], Turn]:
     return every(), turn
 
 
-def sessions(model: Any, processor: Any, cap: int, frames: int) -> dict[str, VideoSession]:
-    """The sessions that are compared."""
+def sessions(model: Any, processor: Any, names: list[str], cap: int, frames: int) -> dict[str, VideoSession]:
+    """The sessions that are compared: policies that recall, and others."""
     given = {"processor": processor, "cap_tokens": cap, "fps": 4.0}
-    recalls = {
-        name: VideoSession(model, recall=Stage(name, options={"frames": frames}), **given)
-        for name in ("rekv", "em-llm", "streamingtom")
-    }
-    return {"infinipot-v": VideoSession(model, "infinipot-v", **given), **recalls}
+
+    def made(name: str) -> VideoSession:
+        if issubclass(get_method(name), RecallPolicy):
+            return VideoSession(model, recall=Stage(name, options={"frames": frames}), **given)
+        return VideoSession(model, name, **given)
+
+    return {name: made(name) for name in names}
 
 
 def follow(model: Any, processor: Any, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """What every session made of one stream."""
-    found, every = sessions(model, processor, options.cap, options.recall), scenes(seed, options.frames)
+    found, every = (
+        sessions(model, processor, options.sessions, options.cap, options.recall),
+        scenes(seed, options.frames),
+    )
     spent, bytes_held = dict.fromkeys(found, 0.0), {name: list[int]() for name in found}
     for scene in every[0]:
         for name, session in found.items():
@@ -86,21 +94,50 @@ def follow(model: Any, processor: Any, seed: int, options: argparse.Namespace) -
     return rows
 
 
+def table(report: dict[str, Any]) -> str:
+    """One row a session, and what it was measured on."""
+    head = [
+        "session",
+        "right answers",
+        "device, KiB",
+        "at a tenth of the stream, KiB",
+        "parked, KiB",
+        "push, ms a frame",
+    ]
+    rows = [
+        [
+            f"`{row['session']}`",
+            f"{row['right'] * row['streams']:.0f} of {row['streams']}",
+            f"{row['device_bytes'] / 1024:.0f}",
+            f"{row['device_bytes_at_a_tenth'] / 1024:.0f}",
+            f"{row['parked_bytes'] / 1024:.0f}",
+            f"{1e3 * row['push_seconds'] / report['frames']:.0f}",
+        ]
+        for row in report["sessions"]
+    ]
+    return (
+        f"{report['model']}, streams of {report['frames']} frames, {report['cap_tokens']} keys a head, "
+        f"{report['recalled_frames']} frames recalled, on {report['machine']}, {report['date']}, torch "
+        f"{report['versions']['torch']}. Made by `{report['command']}`.\n\n{markdown([head, *rows])}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=20, help="streams, each with a sign of its own (default: 20)")
     parser.add_argument("--frames", type=int, default=3600, help="frames of a stream (default: 3600)")
     parser.add_argument(
-        "--cap", type=int, default=260, help="keys a head of every layer, for all sessions (default: 260)"
+        "--cap", type=int, default=160, help="keys a head of every layer, for all sessions (default: 160)"
     )
     parser.add_argument("--recall", type=int, default=4, help="frames that a question brings back (default: 4)")
+    parser.add_argument("--sessions", nargs="+", default=SESSIONS, metavar="POLICY", help="those that are compared")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
     options = parser.parse_args()
     model, processor = load("mini-qwen-vl", device="cpu")
     rows = []
     for seed in range(options.streams):
         rows += follow(model, processor, seed, options)
-        print(seed, {row["session"]: row["right"] for row in rows[-4:]}, flush=True)
+        print(seed, {row["session"]: row["right"] for row in rows[-len(options.sessions) :]}, flush=True)
     table = []
     for name in dict.fromkeys(row["session"] for row in rows):
         mine = [row for row in rows if row["session"] == name]

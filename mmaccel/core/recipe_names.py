@@ -57,6 +57,7 @@ RecipeName: TypeAlias = Literal[
     "fopru",
     "forestprune",
     "fp8",
+    "frame-bounds",
     "framefusion",
     "framefusion-step",
     "free-video-llm",

@@ -125,12 +125,13 @@ class SeenFrame:
 
     stretch : the number of the stretch of frames that was read with it.
     pushed : the frames that were pushed as this one; some models read two as one.
-    means : of every layer the mean of its keys, ``[Hkv, D]`` float32 on the CPU.
+    summaries : of every layer the summary of its keys, ``[Hkv, E]`` float32 on the CPU, see
+        :meth:`mmaccel.method.RecallPolicy.summarise`.
     """
 
     stretch: int
     pushed: range
-    means: tuple[Tensor, ...]
+    summaries: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,8 @@ class ParkedFrames:
     pushed : the frames that the stretch shows that is being read.
     asking : the longest answer to the question that is being read; 0 while none is.
     recalled : the frames that each layer reads for the last question.
+    rated : by layer, the ratings of all parked frames where layers read the same ones.
+    common : the frames that all layers read for this question; None where each chooses its own, or while they are rated.
     """
 
     cap: int
@@ -185,10 +188,12 @@ class ParkedFrames:
     pushed: range = range(0)
     asking: int = 0
     recalled: dict[int, list[int]] = field(default_factory=dict)
+    rated: dict[int, Tensor] = field(default_factory=dict)
+    common: list[int] | None = None
 
-    def means(self, layer: int) -> Tensor:
-        """``[parked, Hkv, D]`` float32 on the CPU: the mean key of every parked frame in a layer."""
-        return torch.stack([one.means[layer] for one in self.seen[: len(self.parked)]])
+    def summaries(self, layer: int) -> Tensor:
+        """``[parked, Hkv, E]`` float32 on the CPU: the summaries of all parked frames in a layer."""
+        return torch.stack([one.summaries[layer] for one in self.seen[: len(self.parked)]])
 
     @property
     def resident(self) -> int:
@@ -221,6 +226,7 @@ class ParkedFrames:
             seen=list(self.seen),
             parked=list(self.parked),
             recalled=dict(self.recalled),
+            rated=dict(self.rated),
         )
 
     def crop(self, seen: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,6 +35,8 @@ class RecallPolicy(Policy):
 
     #: whether frames are rated by keys and queries without RoPE
     unrotated: ClassVar[bool] = True
+    #: whether all layers of a session read the same frames: the question is read once to rate them, and once more with them
+    together: ClassVar[bool] = False
     shared = True
     excludes = {
         "cache": "a recipe has at most one method at site 'cache'",
@@ -52,9 +55,20 @@ class RecallPolicy(Policy):
 
         Parameters
         ----------
-        query : ``[Hq, D]`` float32, the mean of the question's queries in one layer.
-        frames : ``[F, Hkv, D]`` float32, the mean key of every frame there, in the order of the video.
+        query : ``[Hq, q, D]`` float32, the question's queries in one layer.
+        frames : ``[F, Hkv, E]`` float32, what :meth:`summarise` returned for every frame there, in the order of the video.
         """
+
+    def summarise(self, keys: Tensor, frame: Tensor, count: int) -> Tensor:
+        """``[count, Hkv, E]``: a summary of the ``keys [Hkv, n, D]`` float32 of each frame, key i being of ``frame[i]``; by
+        default their mean."""
+        return frame_means(keys, frame, count)
+
+    def common(self, ratings: Sequence[Tensor]) -> Tensor:
+        """``[n]`` long, ascending: the frames that all layers read, where they do so :attr:`together`, by what :meth:`rate`
+        returned in each layer. By default a frame counts as much as in the layer in which it stands out most."""
+        apart = [(rating - rating.mean()) / rating.std(correction=0).clamp(min=1e-9) for rating in ratings]
+        return best(torch.stack(apart).amax(0), self.frames)
 
     def choose(self, query: Tensor, frames: Tensor) -> Tensor:
         """``[n]`` long, ascending: the frames that are read, at most :attr:`frames`; arguments as of :meth:`rate`. By default
@@ -81,7 +95,7 @@ class RecallPolicy(Policy):
             named = torch.stack([keys.picture[row, at], keys.cells[row, at, 0]], dim=1)
             found, frame = named.unique(dim=0, return_inverse=True)
             asking = keys.queries[row][:, keys.places[row] >= 0].float()
-            rating = self.rate(asking.mean(1), frame_means(keys.keys[row][:, at].float(), frame, len(found)))
+            rating = self.rate(asking, self.summarise(keys.keys[row][:, at].float(), frame, len(found)))
             out[row, :, at] = rating[frame]
         return out
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from numbers import Integral
 from pathlib import Path
@@ -215,6 +215,7 @@ class VideoSession:
             if (memory := self._memory) is not None:
                 memory.asking, memory.recalled = longest, {}
             with self._accelerated() as model:
+                memory = _agreed(model, self._cache, feed, memory)
                 while len(answer) < longest:
                     out = model(**feed, **cache_argument(self._cache), use_cache=True)
                     answer.append(int(out.logits[0, -1].argmax()))
@@ -315,6 +316,21 @@ def _check_positions(model: Any, state: CacheState, new: int) -> None:
             f"The session has used {begin} of the model's {limit} positions, and {new} more are needed; begin "
             f"another session{'' if memory is None else ' with a smaller cap_tokens'}."
         )
+
+
+def _agreed(model: Any, cache: Any, feed: Mapping[str, Tensor], memory: ParkedFrames | None) -> ParkedFrames | None:
+    """The memory of a stream, which knows the parked frames that all layers read for a question, if they read the same."""
+    policy = model.mmaccel.plan.policy
+    if memory is None or not memory.parked or not policy.method.together:
+        return memory
+    restore = cache.mmaccel.snapshot()
+    model(**feed, **cache_argument(cache), use_cache=True)
+    common = policy.method.common([memory.rated[layer] for layer in sorted(memory.rated)])
+    restore()
+    memory = cache.mmaccel.shared.memory(ParkedFrames)
+    assert memory is not None
+    memory.common = common.tolist()
+    return memory
 
 
 def _streaming(recipe: Recipe, recall: Stage | None, cap: int, prefix: int) -> Recipe:

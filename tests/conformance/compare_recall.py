@@ -16,7 +16,7 @@ from mmaccel.method.recall import frame_means
 
 def rekv(params: Params, arrays: Arrays) -> None:
     policy = make("rekv", frames=params["topk"], run=params["chunk_size"])
-    keys, query = arrays["in_k"], arrays["in_q"][0].mean(1)
+    keys, query = arrays["in_k"], arrays["in_q"][0]
     blocks, heads, size, width = keys.shape
     flat = keys.transpose(0, 1).reshape(heads, blocks * size, width)
     frames = frame_means(flat, torch.arange(blocks).repeat_interleave(size), blocks)
@@ -40,7 +40,7 @@ def memory(params: Params, arrays: Arrays) -> None:
     policy = make("streamingtom", bits=params["bits"], frames=-(-params["retrieval_max_tokens"] // size))
     frames = frame_means(keys, torch.arange(groups).repeat_interleave(size), groups)
     close(frames.flatten(1), arrays["out_group_keys"])
-    same_set(policy.choose(arrays["in_q"][0].mean(1), frames), arrays["out_selected"])
+    same_set(policy.choose(arrays["in_q"][0], frames), arrays["out_selected"])
     for name, x in (("k", keys), ("v", values)):
         packed = [policy.pack(part) for part in x.split(size, dim=1)]
         assert torch.equal(torch.cat([codes for codes, *_ in packed], dim=1), arrays[f"out_{name}_packed"][0])

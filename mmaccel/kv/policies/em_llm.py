@@ -127,7 +127,7 @@ class EMLLM(RecallPolicy):
     @staticmethod
     def _ratings(query: Tensor, frames: Tensor, begins: Sequence[int]) -> Tensor:
         means = torch.stack([event.mean(0) for event in frames.tensor_split(list(begins[1:]))])
-        return by_query_head(means, len(query)) @ query.flatten()
+        return by_query_head(means, len(query)) @ query.mean(1).flatten()
 
 
 def _fit(similar: Tensor, cut: int, measure: Measure) -> Tensor:

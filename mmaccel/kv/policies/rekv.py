@@ -34,7 +34,7 @@ class ReKV(RecallPolicy):
     run: int = 1
 
     def rate(self, query: Tensor, frames: Tensor) -> Tensor:
-        return self._runs(by_query_head(frames, len(query)) @ query.flatten()).repeat_interleave(self.run)[
+        return self._runs(by_query_head(frames, len(query)) @ query.mean(1).flatten()).repeat_interleave(self.run)[
             : len(frames)
         ]
 

@@ -37,7 +37,7 @@ class StreamingTOM(RecallPolicy):
     contiguous: bool = False
 
     def rate(self, query: Tensor, frames: Tensor) -> Tensor:
-        asked = query.unflatten(0, (frames.shape[1], -1)).mean(1).flatten()
+        asked = query.unflatten(0, (frames.shape[1], -1)).mean((1, 2)).flatten()
         return normalize(frames.flatten(1), dim=1) @ normalize(asked, dim=0)
 
     def pack(self, x: Tensor) -> Packed:

@@ -14,7 +14,6 @@ from ...kv.index import KeyIndex, to_device
 from ...kv.layer import CompressedLayer
 from ...kv.parked import ParkedFrame, ParkedFrames, Parts, SeenFrame, full, park
 from ...method import RecallPolicy
-from ...method.recall import frame_means
 from ..call.forward import Continuation, Forward, Prompt, chosen_of
 from ..call.runs import KeysToRead, LayerAttended, Run, TextInputs
 
@@ -72,15 +71,12 @@ class RecallRun(Run):
         return (x * cos - _half(x) * sin) / self._scale
 
     # --- frames that come back ------------------------------------------------------------------------------------
-    def bring_back(self, layer: LayerAttended) -> bool:
-        """Put the frames that the new tokens ask about between the prompt's beginning and the newest frames of a layer; returns
-        whether there are any."""
+    def bring_back(self, layer: LayerAttended) -> None:
+        """Put the frames that the new tokens ask about between the prompt's beginning and the newest frames of a layer."""
         memory, held = self.memory, self.state.layers[layer.number]
-        if not memory.parked:
-            return False
-        slots = self._slots(layer.number)
-        query = self._unrotated(layer.query[0], slots).mean(1).cpu()
-        chosen = self.policy.choose(query, memory.means(layer.number)).tolist()
+        chosen = memory.common
+        if chosen is None:
+            chosen = self.policy.choose(*self._asked(layer)).tolist()
         memory.recalled[layer.number] = chosen
         begins, shift = self._positions(chosen)
         frames = [memory.parked[number] for number in chosen]
@@ -93,7 +89,11 @@ class RecallRun(Run):
         counts = [frame.counts[layer.number] for frame in frames]
         keys, values = (self._joined(parts, counts, kind, held) for kind in (0, 1))
         _extend(held, self._head(layer.number, shift), self._turned(keys, by), values, memory.prefix)
-        return True
+
+    def _asked(self, layer: LayerAttended) -> tuple[Tensor, Tensor]:
+        """The queries of the new tokens, and the summaries of the parked frames."""
+        query = self._unrotated(layer.query[0], self._slots(layer.number)).cpu()
+        return query, self.memory.summaries(layer.number)
 
     def _slots(self, number: int) -> Tensor | None:
         return None
@@ -143,8 +143,14 @@ class AskFrames(RecallRun):
 
     def keys_to_read(self, layer: LayerAttended) -> KeysToRead | None:
         """Bring back frames, once for all layers that read the same keys."""
-        there = layer.number in self.memory.recalled or self.bring_back(layer)
-        return KeysToRead(grown=True) if there else None
+        if not self.memory.parked:
+            return None
+        if self.policy.together and self.memory.common is None:
+            self.memory.rated[layer.number] = self.policy.rate(*self._asked(layer))
+            return None
+        if layer.number not in self.memory.recalled:
+            self.bring_back(layer)
+        return KeysToRead(grown=True)
 
     def finish(self) -> None:
         """End the question: the tokens of its answer read what was brought back."""
@@ -152,14 +158,14 @@ class AskFrames(RecallRun):
 
 
 class ReadFrames(RecallRun):
-    """A stretch of new frames: note what is known of each, and park the oldest ones beyond the cap."""
+    """A stretch of new frames: summarise each, and park the oldest ones beyond the cap."""
 
     forward: Prompt
 
     def __init__(self, forward: Prompt, policy: RecallPolicy, state: CacheState, memory: ParkedFrames) -> None:
         super().__init__(forward, policy, state, memory)
         self._prompt = forward
-        self._means: dict[int, Tensor] = {}
+        self._summaries: dict[int, Tensor] = {}
         self._before: dict[int, tuple[Tensor, Tensor, KeyIndex]] = {}
 
     def before_text(self, text: TextInputs) -> None:
@@ -193,13 +199,13 @@ class ReadFrames(RecallRun):
         return KeysToRead(grown=True)
 
     def after_attention(self, layer: LayerAttended) -> None:
-        """Note the mean key of every new frame, and send back what was brought back."""
+        """Summarise the keys of every new frame."""
         number = layer.number
-        if number not in self._means:
+        if number not in self._summaries:
             places = chosen_of(self._prompt.phase(number))[0]
             keys = self._unrotated(layer.key[0, :, -len(places) :], self._slots(number))
             frame = to_device(self._frame[places], keys.device)
-            self._means[number] = frame_means(keys, frame, self._count).cpu()
+            self._summaries[number] = self.policy.summarise(keys, frame, self._count).cpu()
 
     def finish(self) -> None:
         """Park the oldest frames."""
@@ -214,8 +220,8 @@ class ReadFrames(RecallRun):
         shown = memory.pushed
         for frame in range(self._count):
             mine = shown[frame * len(shown) // self._count : (frame + 1) * len(shown) // self._count]
-            means = tuple(self._means[number][frame] for number in range(depth))
-            memory.seen.append(SeenFrame(stretch, mine, means))
+            summaries = tuple(self._summaries[number][frame] for number in range(depth))
+            memory.seen.append(SeenFrame(stretch, mine, summaries))
         self._park()
 
     def _park(self) -> None:
