@@ -59,6 +59,7 @@ from .kv.policies.dycoke_cache import DyCokeCache as DyCokeCache
 from .kv.policies.elastic_cache import ElasticCache as ElasticCache
 from .kv.policies.em_llm import EMLLM as EMLLM
 from .kv.policies.expected_attention import ExpectedAttention as ExpectedAttention
+from .kv.policies.frame_bounds import FrameBounds as FrameBounds
 from .kv.policies.h2o import H2O as H2O
 from .kv.policies.infinipot_v import InfiniPotV as InfiniPotV
 from .kv.policies.keydiff import KeyDiff as KeyDiff
