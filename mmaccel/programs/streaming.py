@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ class VideoSession:
     :meth:`push` and :meth:`ask` raise an error. With ``recall=`` all that is read stands at positions behind each other, so
     that a session does not end.
 
-    Sessions of one model in several threads wait for each other. Do not call the model yourself during a call.
+    Sessions of one model in threads wait for each other. Do not call the model yourself during a call.
 
     Raises
     ------
@@ -232,8 +232,7 @@ class VideoSession:
 
     @property
     def _state(self) -> CacheState:
-        state: CacheState = self._cache.mmaccel
-        return state
+        return cast(CacheState, self._cache.mmaccel)
 
     @property
     def _memory(self) -> ParkedFrames | None:
