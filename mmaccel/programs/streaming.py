@@ -91,8 +91,7 @@ class VideoSession:
         recall: str | Stage | None = None,
         park: str | Path = "host",
     ) -> None:
-        self.cap_tokens = _count(cap_tokens, 1, "cap_tokens")
-        self.chunk = _count(chunk, 2, "chunk")
+        self.cap_tokens, self.chunk = _count(cap_tokens, 1, "cap_tokens"), _count(chunk, 2, "chunk")
         self.fps = as_rate(fps)
         if getattr(processor, "video_processor", None) is None:
             raise UnsupportedError(
@@ -107,8 +106,7 @@ class VideoSession:
         self._recipe = get_recipe(recipe)
         self._recall = None if recall is None else _recall_stage(recall, self._family)
         self._folder = _folder(park, recall is not None)
-        self._recalled: list[int] = []
-        self._cache = DynamicCache()
+        self._recalled, self._cache = list[int](), DynamicCache()
         self._waiting: list[np.ndarray] = []
         self._size: tuple[int, ...] = ()
         self._last: Clip | None = None
