@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
+
+from torch import Tensor, nn
 
 from .qwen_vl import Windowed
 
 
 class Exaone45(Windowed):
-    """Queries of the tower share keys; layers of the language model with a sliding window alone have RoPE."""
+    """Queries of the tower share keys; of the language model, layers with a sliding window alone have RoPE, and norms follow
+    attention and MLP."""
 
     name = "exaone4_5"
     model_types = ("exaone4_5",)
     since = "5.23"
     tower_names = {"image": "visual", "video": "visual"}
+
+    @property
+    def heads_first(self) -> bool:
+        """Norms of queries and keys come when heads are apart."""
+        return True
+
+    def norm_in(self, layer: Any) -> nn.Module:
+        """Nothing: layers normalise what attention and MLP return."""
+        return nn.Identity()
 
 
 class HyperClovaXVision2(Windowed):

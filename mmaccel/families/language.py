@@ -98,6 +98,11 @@ class LanguageModel:
         """The last module that queries pass before RoPE."""
         return first_of(attention, "q_norm", "q_layernorm", "q_proj")
 
+    @property
+    def heads_first(self) -> bool:
+        """Whether what these modules return is ``[B, H, q, D]`` in place of ``[B, q, H, D]`` or ``[B, q, H D]``."""
+        return False
+
     def keys_in(self, attention: Any) -> nn.Module:
         """The last module that keys pass before RoPE."""
         return first_of(attention, "k_norm", "k_layernorm", "k_proj")

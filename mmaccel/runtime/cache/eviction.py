@@ -264,7 +264,7 @@ def hook_queries(plan: ModelPlan, hook: Callable[..., None]) -> None:
         call = current(plan)
         runs = None if call is None or call.observer is not None else call.text.runs
         if runs is not None and isinstance(runs.forward, Prompt) and (evict := runs.of(EvictKeys)) is not None:
-            setattr(evict, name, output)
+            setattr(evict, name, output.transpose(1, 2) if plan.family.heads_first else output)
 
     family, policy = plan.family, plan.policy.method
     for attention in map(family.attention_in, family.attending):
