@@ -7,16 +7,17 @@ from typing import Any
 
 import oracle
 import pytest
+import synthetic
 import torch
 import zoo
 from laws.helpers import FAMILIES, THREE_AXES, follow, generate, inputs, logits, model, recipe_of
 from safetensors.torch import load_file
 
-from mmaccel import accelerated, load_cache, methods, save_cache
+from mmaccel import accelerated, load_cache, save_cache
 from mmaccel.errors import UnsupportedError
 
 #: every method that leaves something in the cache, and the bare model's
-METHODS = ("none", *sorted(name for name, method in methods().items() if method.site not in ("frames", "decode")))
+METHODS = ("none", *sorted(name for name, kind in synthetic.offered().items() if kind.site not in ("frames", "decode")))
 
 
 def assert_goes_on_alike(tiny: Any, kept: dict[str, Any], cache: Any, loaded: Any) -> None:

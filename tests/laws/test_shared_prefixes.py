@@ -8,14 +8,15 @@ from typing import Any
 
 import oracle
 import pytest
+import synthetic
 import torch
 import zoo
 from laws.helpers import FAMILIES, close, follow, generate, inputs, logits, model, recipe_of
 from torch import Tensor
 
-from mmaccel import MmaccelError, accelerated, methods
+from mmaccel import MmaccelError, accelerated
 
-METHODS = sorted(name for name, method in methods().items() if method.site not in ("frames", "decode"))
+METHODS = sorted(name for name, kind in synthetic.offered().items() if kind.site not in ("frames", "decode"))
 #: of different lengths
 QUESTIONS = ("why?", "what is it, and what else is there to see?", "how many?")
 

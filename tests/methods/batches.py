@@ -60,7 +60,11 @@ def row_of(tokens: TokenBatch, row: int) -> TokenBatch:
         cells=tokens.cells[row : row + 1, :n],
         grid=tokens.grid[row : row + 1],
         segment=tokens.segment[row : row + 1, :n],
-        signals={name: value[row : row + 1, ..., :n] for name, value in tokens.signals.items()},
+        # a figure of every token, of every token in each layer, or a vector of every token in each layer
+        signals={
+            name: value[row : row + 1, :, :n] if value.dim() > 2 else value[row : row + 1, :n]
+            for name, value in tokens.signals.items()
+        },
     )
 
 

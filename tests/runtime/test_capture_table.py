@@ -61,6 +61,7 @@ SNAPKV = ("snapkv", 0.5, {"window": 8})
 QUEST, LOKI = ("quest", 0.3, {"page": 3, "least": 1, "layer": 1}), ("loki", 0.3, {"layer": 1})
 TOKENSELECT = ("tokenselect", 0.3, {"layer": 1})
 SQUEEZED = ("squeezed-attention", 0.3, {"clusters": 0.3, "layer": 1})
+SHADOW = ("shadowkv", 0.3, {"page": 3, "layer": 1})
 KIVI = ("kivi", None, PAGES)
 H2O = ("h2o", 0.3, {"joint": True})
 UNIFORM = of(("divprune", 0.3, {}))
@@ -119,11 +120,11 @@ LINES: dict[str, list[Callable[..., dict[str, Any]]]] = {
     "packed keys (`kivi` and the other codecs)": [lambda: run(of(KIVI), "images", steps=50)],
     "a recipe that evicts while decoding, with `every=16`": [lambda: evicting(16, 40)],
     "the same with `every=1`": [lambda: evicting(1, STEPS)],
-    "`quest`, `tokenselect`, `loki`, `squeezed-attention`": [
-        lambda stage=stage: run(of(stage)) for stage in (QUEST, TOKENSELECT, LOKI, SQUEEZED)
+    "`quest`, `tokenselect`, `loki`, `squeezed-attention`, `shadowkv`": [
+        lambda stage=stage: run(of(stage)) for stage in (QUEST, TOKENSELECT, LOKI, SQUEEZED, SHADOW)
     ],
-    "`quest`, `loki`, `squeezed-attention` on packed keys": [
-        lambda stage=stage: run(of(stage, KIVI), "images", steps=50) for stage in (QUEST, LOKI, SQUEEZED)
+    "`quest`, `loki`, `squeezed-attention`, `shadowkv` on packed keys": [
+        lambda stage=stage: run(of(stage, KIVI), "images", steps=50) for stage in (QUEST, LOKI, SQUEEZED, SHADOW)
     ],
     "`tokenselect` on packed keys": [lambda: run(of(TOKENSELECT, KIVI), "images")],
     "`lazyllm`": [lambda: run(of(("lazyllm-tokens", 0.3, {"layer": 1}), ("lazyllm-tokens", 0.2, {"layer": 2})))],

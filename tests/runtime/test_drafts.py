@@ -155,6 +155,7 @@ def test_reading_less_of_the_cache_drafts_otherwise(liar: type[Liar]) -> None:
 
 @pytest.mark.parametrize(
     "policy",
+    # by choice: one that reads less, and one of each way in which a cache changes while it decodes
     [Quest(page=4, least=1, layer=0), "h2o-decode", "streaming-llm-decode", "elastic-cache-decode", "lazyllm", "think"],
     ids=str,
 )
