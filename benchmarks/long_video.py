@@ -99,6 +99,22 @@ def table(report: dict[str, Any]) -> str:
     return (
         f"{markdown(lines)}\n\n{markdown(streams)}\n\nShape `{report['shape']}` with random weights and recipe `none`; streams "
         f"by `mini-qwen-vl` and `infinipot-v`. `{report['command']}`, {report['date']}, {report['machine']}, {used}."
+        f"\n\n{arithmetic()}"
+    )
+
+
+def arithmetic(chunk: int = 2048) -> str:
+    """An hour of film for Qwen2.5-VL-7B in bfloat16, from the sizes of its configuration."""
+    weights, layers, heads, width, channels = 8.29e9, 28, 4, 128, 18944
+    tokens = 3600 // 2 * 64
+    cache, wide = 2 * layers * heads * width * 2, 3 * channels * 2
+    return (
+        "By arithmetic, for Qwen2.5-VL-7B in bfloat16 and a video of an hour at a frame a second and 64 tokens in two frames: "
+        f"the weights take {2 * weights / 1e9:.1f} GB. The {tokens:,} visual tokens have {cache:,} bytes of keys and values "
+        f"each ({layers} layers, {heads} heads of {width}), which is {tokens * cache / 1e9:.1f} GB; `keydiff` at a quarter "
+        f"leaves {tokens * cache / 4e9:.1f} GB. An MLP has {channels:,} channels three times over, {wide / 1e3:.0f} KB a "
+        f"token: {tokens * wide / 1e9:.1f} GB for the prompt in one piece, and {chunk * wide / 1e9:.1f} GB in chunks of "
+        f"{chunk:,} tokens."
     )
 
 

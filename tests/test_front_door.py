@@ -269,6 +269,8 @@ CALL: dict[str, Any] = {
     "decode_steps": 3,
     "captured_steps": 0,
     "drafting": {},
+    "fallback": {},
+    "offload": {},
     "uncaptured": "",
     "tokens_returned": 0,
     "seconds": {"selection": 0.003, "prefill": 1.25, "packing": 0.0001},

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated, get_method, is_accelerated
 from mmaccel.cli import main
+from mmaccel.families.base import slides
 from mmaccel.kv.cache import CacheState
 from mmaccel.kv.layer import CompressedLayer
 from mmaccel.kv.packed import QuantisedLayer
@@ -266,7 +267,7 @@ def test_what_is_no_frames(given: Any, said: str) -> None:
         ),
         *(({"fps": value}, "finite, with fps > 0") for value in (0, -1.0, float("nan"), float("inf"), "1", None, True)),
         *(({"processor": value}, "a processor= that takes videos") for value in (None, "name", zoo.processor("llava"))),
-        ({"recipe": None}, "is not a recipe"),
+        *(({"recipe": value}, "is not a recipe") for value in (7, True)),
     ],
 )
 def test_what_is_no_session(options: dict[str, Any], said: str) -> None:
@@ -275,6 +276,18 @@ def test_what_is_no_session(options: dict[str, Any], said: str) -> None:
         VideoSession(oracle.subject("qwen2_5_vl"), **given)
     with pytest.raises(UnsupportedError, match="model type 'NoneType'"):
         VideoSession(None, processor=zoo.processor("qwen2_5_vl"))
+
+
+WINDOWED = [name for name in zoo.FAMILIES if "video" in zoo.kinds(name) and slides(oracle.adapter(name).config)]
+
+
+@pytest.mark.parametrize(
+    ("family", "words"), [*((name, {}) for name in WINDOWED), ("video_llava", {"sliding_window": 8})]
+)
+def test_sliding_windows_are_no_session(family: str, words: dict[str, Any]) -> None:
+    """Also where a configuration does not list its layers, as Mistral's does not."""
+    with pytest.raises(UnsupportedError, match="sliding windows cannot follow a stream"):
+        VideoSession(zoo.model(family, **words), processor=zoo.processor(family))
 
 
 def test_what_is_no_question() -> None:

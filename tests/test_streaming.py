@@ -17,6 +17,7 @@ from tail import few
 from torch import Tensor
 
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated, is_accelerated
+from mmaccel.families.base import slides
 from mmaccel.kv.cache import CacheState
 from mmaccel.media.files import Clip, Prompt, encode
 from mmaccel.programs.streaming import VideoSession
@@ -25,7 +26,7 @@ from mmaccel.runtime.prompt.reduce import WritePrompt
 
 # those with sliding windows are refused
 FAMILIES = tuple(
-    name for name in zoo.FAMILIES if "video" in zoo.kinds(name) and not name.startswith(("gemma4", "lfm3"))
+    name for name in zoo.FAMILIES if "video" in zoo.kinds(name) and not slides(oracle.adapter(name).config)
 )
 families = pytest.mark.parametrize("family", FAMILIES)
 

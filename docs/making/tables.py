@@ -45,6 +45,7 @@ QUESTIONS = (
 #: by the beginning of a results file's name: the module of ``benchmarks`` whose ``table`` writes it
 MAKERS = {"answers-": "answers", "tuned-": "tuned", "pages-": "pages", "things-": "things", "prefix-": "prefix"}
 MAKERS |= {"towers": "towers", "memory": "memory", "offload": "offload", "streams": "streams"}
+MAKERS |= {"long-video": "long_video"}
 ROWS = re.compile(r"(<!-- rows of ([\w-]+): ([^|>]+) \| ([^>]+) -->\n).*?(<!-- /rows -->)", re.S)
 
 

@@ -19,6 +19,7 @@ from ..accelerate.positions import position_limit
 from ..core.transformers_api import DynamicCache, cache_argument
 from ..errors import MmaccelError, UnsupportedError
 from ..families import Family, family_of
+from ..families.base import slides
 from ..kv.cache import CacheState, adopt
 from ..kv.parked import ParkedFrames
 from ..media.files import Clip, Prompt, encode
@@ -98,7 +99,7 @@ class VideoSession:
                 f"A session needs a processor= that takes videos, which {type(processor).__name__} does not."
             )
         self._family = family_of(model, processor)
-        if "sliding_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        if slides(model.config):
             raise UnsupportedError("A model with sliding windows cannot follow a stream; use one with full attention.")
         self.model, self.processor = model, processor
         if recipe is None:

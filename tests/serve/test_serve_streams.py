@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from clients import loaded
 from PIL import Image
+from waiting import until
 
 from mmaccel import VideoSession
 from mmaccel.programs.model_lock import ModelSlot
@@ -114,10 +114,7 @@ def test_a_stream_that_stalls_is_closed(
     push(served, path, film[:4])
     held = served.app.streams._open[path.rpartition("/")[2]]
     held.used -= LIMITS.idle + 1
-    end = time.monotonic() + 3 * streams.LOOK + 20
-    while served.app.streams._open and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not served.app.streams._open
+    until(lambda: not served.app.streams._open, 3 * streams.LOOK + 20, every=0.1)
     gone = push(served, path, film[:4])
     assert gone.status_code == 404 and "closed after 60 seconds without a request" in gone.json()["error"]["message"]
 

@@ -218,7 +218,7 @@ def test_counts_are_those_of_transformers(family):
     kinds = {"divprune", "pool", "dycoke-ttm", "moviechat"}  # by choice: one of each kind
     assert len(served) > 8 and kinds <= set(served)
     # by choice: those whose clips decide
-    assert set(limits) <= {"fastvid", "progressive-pool", "streamvln"}
+    assert set(limits) <= {"fastvid", "flashvid-merge", "progressive-pool", "streamvln"}
 
 
 @pytest.mark.parametrize("which", ["divprune", "visionzip", "pool", "vtc-cls"])  # by choice: one of each kind
