@@ -161,7 +161,7 @@ def nearest(name: str) -> str:
         ("llava-prumerge", "; did you mean 'prumerge' or 'prumerge-plus' or "),
         # papers that are not here
         ("TRIM", ". Not here: not built yet. Nearest in what they do: 'cdpruner', 'qg-vtc', 'visiontrim'."),
-        ("Chunk-KV", ". It is option chunk=10 of every cache policy. Nearest in what they do: 'windowkv', "),
+        ("Chunk-KV", ". It is option neighbours=10 of every cache policy. Nearest in what they do: 'windowkv', "),
         ("Long-VU", ". Not here: needs weights of its own. Nearest in what they do: 'free-video-llm', "),
         ("SubGen", ". Not here: not built yet."),
         # words

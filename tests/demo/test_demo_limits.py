@@ -195,12 +195,14 @@ def test_room_for_uploads(tmp_path, monkeypatch):
 def test_options_that_name_files_or_models():
     """A new option of text must be looked at, and refused if it names something of this machine."""
     known = {
+        "budget_in",
         "clip",
         "clip_model",
         "query",
         "text_policy",
         "compact",
         "draft",
+        "eviction_error",
         "head_budget",
         "layer_budget",
         "protect",

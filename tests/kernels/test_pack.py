@@ -316,7 +316,7 @@ def test_misfits_are_named():
         quantise(x, start, count, fits, page=64, tile=16, shared=shared)
     with pytest.raises(ValueError, match="needs zero points"):
         quantise(x, start, count, fits, page=64, tile=16, shared=shared._replace(scale=torch.zeros(1, 2, 32)))
-    for message, wrong in (("no code 'int3'", ("int3", "channel", 32)), ("axis must be", ("int2", "row", 32))):
+    for message, wrong in (("no code 'int5'", ("int5", "channel", 32)), ("axis must be", ("int2", "row", 32))):
         with pytest.raises(ValueError, match=message):
             Format(*wrong)
     with pytest.raises(ValueError, match="different formats"):

@@ -47,4 +47,5 @@ def keys_of(pads: tuple[int, ...], heads: int = 2, group: int = 3, total: int = 
         picture=torch.where(visual, 0, -1),
         cells=torch.where(visual[..., None], cells, -1),
         outgoing=torch.rand(shape[:3], generator=random),
+        unrotated=torch.randn(shape, generator=random),
     )

@@ -46,10 +46,19 @@ def products(name: str) -> int:
     return counted.get_total_flops()
 
 
+#: what needs another pass, since it is no sum of the attention over queries
+SECOND_PASS = {
+    "compactor": "its attention has no causal mask",
+    "noncausal-attention": "its attention has no causal mask",
+    "raas": "it compares single entries of the attention with a threshold",
+    "raas-decode": "it compares single entries of the attention with a threshold",
+}
+
+
 @pytest.mark.parametrize("name", OBSERVING)
 def test_a_prompt_is_multiplied_with_its_keys_once(name: str) -> None:
-    """Sums of the attention over queries come from the pass that makes its output."""
-    assert products(name) <= 1.15 * products("none")
+    """Sums of the attention over queries come from the pass that makes its output; what is no such sum takes one pass more."""
+    assert products(name) <= (1.6 if name in SECOND_PASS else 1.15) * products("none")
 
 
 class Counted(TorchDispatchMode):

@@ -16,6 +16,7 @@ from mmaccel.kv.codecs.kivi import KIVI
 from mmaccel.kv.codecs.vidkv import VidKV
 from mmaccel.kv.layer_batch import InStep, LayerBatch
 from mmaccel.kv.packed import QuantisedLayer
+from mmaccel.kv.policies.h2o import H2O
 from mmaccel.runtime.cache.rules import CacheRules
 
 
@@ -187,9 +188,9 @@ def test_rows_may_have_no_page_at_all(codec: Codec) -> None:
     again.check(2.0)
 
 
-def evict(stage: Any, layer: Any, kept: torch.Tensor) -> None:
-    """All but what is ``kept``, as a cache stage does it."""
-    evicting = InStep()
+def evict(how: str, layer: Any, kept: torch.Tensor) -> None:
+    """All but what is ``kept``, as a cache stage whose policy compacts in this way does it."""
+    evicting, stage = InStep(), SimpleNamespace(policy=H2O(compact=how))
     evicting.begin(CacheRules.evicting(stage, LayerBatch([layer]), kept))
     evicting.finish()
 
@@ -200,15 +201,14 @@ def test_packed_keys_do_not_flow_into_others(how: str) -> None:
     stored = Stored(KIVI(page=16, group=16, residual=4), batch=1)
     stored.feed(30)
     layer = stored.state.layers[0]
-    stage = SimpleNamespace(policy=SimpleNamespace(choice=lambda _: (how, None), scheduled=False, official=False))
     kept = torch.ones(1, HEADS, 30, dtype=torch.bool)
     kept[..., 3:16] = False
     fresh = layer.stored()[0][:, :, 16:]
-    evict(stage, layer, kept)
+    evict(how, layer, kept)
     assert torch.equal(layer.stored()[0][:, :, -14:], fresh)
     kept = torch.ones(1, HEADS, len(layer.index), dtype=torch.bool)
     kept[..., -1] = False
-    evict(stage, layer, kept)
+    evict(how, layer, kept)
     assert not torch.equal(layer.stored()[0][:, :, -13:], fresh[:, :, :-1])
 
 

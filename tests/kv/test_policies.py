@@ -18,21 +18,39 @@ import mmaccel
 from mmaccel import MmaccelError, accelerated
 from mmaccel.kv import budgets
 from mmaccel.kv.policies.a2sf import A2SF
+from mmaccel.kv.policies.capkv import CapKV
+from mmaccel.kv.policies.compactor import Compactor
 from mmaccel.kv.policies.criticalkv import CriticalKV
+from mmaccel.kv.policies.cur import CUR
 from mmaccel.kv.policies.dycoke_cache import DyCokeCache
 from mmaccel.kv.policies.elastic_cache import ElasticCache
+from mmaccel.kv.policies.em_llm import EMLLM
 from mmaccel.kv.policies.expected_attention import ExpectedAttention
+from mmaccel.kv.policies.frame_bounds import FrameBounds
 from mmaccel.kv.policies.h2o import H2O
 from mmaccel.kv.policies.infinipot_v import Frames, InfiniPotV
 from mmaccel.kv.policies.keydiff import KeyDiff
+from mmaccel.kv.policies.keyformer import Keyformer
 from mmaccel.kv.policies.knorm import KNorm
+from mmaccel.kv.policies.kvzip import KVzip
 from mmaccel.kv.policies.lagkv import LagKV
+from mmaccel.kv.policies.leverage import Leverage
+from mmaccel.kv.policies.magicdec import MagicDec
+from mmaccel.kv.policies.morphkv import MorphKV
+from mmaccel.kv.policies.noncausal_attention import NonCausalAttention
 from mmaccel.kv.policies.observed_attention import ObservedAttention
+from mmaccel.kv.policies.qfilter import QFilter
+from mmaccel.kv.policies.quickprefill import QuickPrefill
+from mmaccel.kv.policies.raas import RaaS
+from mmaccel.kv.policies.rekv import ReKV
+from mmaccel.kv.policies.rpc import RPC
 from mmaccel.kv.policies.snapkv import SnapKV
 from mmaccel.kv.policies.speckv import SpecKV
 from mmaccel.kv.policies.streaming_llm import StreamingLLM
+from mmaccel.kv.policies.streamingtom import StreamingTOM
 from mmaccel.kv.policies.tova import Tova
 from mmaccel.kv.policies.vatp import VATP
+from mmaccel.kv.policies.visionpulse import VisionPulse
 from mmaccel.kv.policies.vl_cache import VLCache
 from mmaccel.kv.policies.windowkv import WindowKV
 from mmaccel.kv.select import choose, protected, rank
@@ -67,13 +85,31 @@ POLICIES = [
     ExpectedAttention(covariance=False, weigh_values=False),
     WindowKV(window=4),
     WindowKV(window=4, width=3, strategy="average"),
+    CapKV(),
+    Compactor(),
+    CUR(),
+    EMLLM(),
+    FrameBounds(),
+    Keyformer(),
+    KVzip(),
+    Leverage(),
+    MagicDec(),
+    MorphKV(),
+    NonCausalAttention(),
+    QFilter(),
+    QuickPrefill(),
+    RaaS(),
+    ReKV(),
+    RPC(),
+    StreamingTOM(),
+    VisionPulse(),
 ]
 
 
 def alone(keys: KeyBatch, row: int) -> KeyBatch:
     real, one = keys.valid[row], slice(row, row + 1)
     assert keys.received is not None and keys.count is not None and keys.picture is not None and keys.cells is not None
-    assert keys.outgoing is not None and keys.expected is not None
+    assert keys.outgoing is not None and keys.expected is not None and keys.unrotated is not None
     last = -min(keys.queries.shape[2], int(real.sum()))
     return replace(
         keys,
@@ -90,6 +126,7 @@ def alone(keys: KeyBatch, row: int) -> KeyBatch:
         cells=keys.cells[one, real],
         outgoing=keys.outgoing[one, :, real],
         expected=(keys.expected[0][one], keys.expected[1][one]),
+        unrotated=keys.unrotated[one, :, real],
     )
 
 

@@ -207,11 +207,14 @@ def stored(model: Any, feed: Any, cache: Any) -> list[Tensor]:
         there = int((index >= 0).sum())
         assert there == sum(len(set(head[head >= 0].tolist())) for row in index for head in row)
         held_keys = layer.keys.shape[2] * index.shape[0] * index.shape[1]
-        if layer.ragged is None:
-            assert held_keys == index.numel()
-        else:
+        packed = sum(int(pages.lengths().sum()) for pages in layer.packed.pages if pages is not None)
+        if layer.ragged is not None:
             assert int(layer.ragged.lengths.sum()) == len(layer.ragged.keys)
-            assert len(layer.ragged.keys) + held_keys == there
+            assert packed + len(layer.ragged.keys) + held_keys == there
+        elif packed:
+            assert packed + held_keys == there
+        else:
+            assert held_keys == index.numel()
     return out
 
 

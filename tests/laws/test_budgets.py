@@ -148,6 +148,16 @@ def hold(method, stats, number, there, asked, kept):
         assert any(f"stage {number} ({method.name}) left all" in note for note in stats["notes"]), stats["notes"]
 
 
+def in_keys(handle, stage):
+    """The budget of a cache stage as keys: as many bytes hold more keys where a codec packs visual ones."""
+    packing = [group.codec for group in handle.plan.token_groups if group.of != "text" and group.codec is not None]
+    if stage.method.budget_in == "keys" or not packing:
+        return stage.retain
+    width = handle.family.heads_in(handle.family.attending[0])[1]
+    more = torch.finfo(handle.family.model.dtype).bits / packing[0].packed_bits(width)
+    return int(stage.retain * more) if isinstance(stage.retain, int) else min(1.0, stage.retain * more)
+
+
 def keys(handle, stats, held, shown, reaches):
     """The cache: visual keys (all keys where text competes) of every layer, mean over heads."""
     stage = handle.plan.policy
@@ -170,13 +180,14 @@ def keys(handle, stats, held, shown, reaches):
         if policy.deferred and len(handle.plan.stages) == 1:
             assert any("left all keys that reached it; it drops" in note for note in stats["notes"])
         return
+    retain = in_keys(handle, stage)
     asked = torch.zeros(depth, len(layout.valid), dtype=torch.double)
     for number in range(depth):
         for row in rows:
             mine = [(len(p), k) for (r, p), k in zip(shown, arrived[number], strict=True) if r == row]
             text = int((layout.valid & ~layout.visual)[row].sum())
             size, present = sum(n for n, _ in mine) + text, sum(k for _, k in mine) + text
-            wanted = resolved(stage.retain, size) if policy.joint else sum(resolved(stage.retain, n) for n, _ in mine)
+            wanted = resolved(retain, size) if policy.joint else sum(min(n, resolved(retain, n)) for n, _ in mine)
             asked[number, row] = min(wanted, present if policy.joint else present - text)
     assert policy.budget == "exact" and record["resolved"] == round(float(asked.sum(1).mean()))
     if policy.choice("layer_budget")[0] == "uniform":

@@ -97,7 +97,7 @@ def test_token_budgets(family, name, retain):
 def test_key_budgets(family, name, retain):
     """Every head of every layer keeps the sum of its row's pictures, and all text."""
     feed, model = zoo.inputs(family, "uneven"), oracle.subject(family)
-    with accelerated(model, oracle.recipe(name, family, retain), processor=zoo.processor(family)):
+    with accelerated(model, oracle.recipe(name, family, retain, joint=False), processor=zoo.processor(family)):
         cache = model(**feed, use_cache=True).past_key_values
         held, found = oracle.stored(model, feed, cache), pictures(model)
     visual, valid = oracle.visual(family, feed), feed["attention_mask"].bool()
