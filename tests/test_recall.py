@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import synthetic
 import torch
 from laws import oracle
 from tail import few
@@ -26,7 +27,7 @@ from mmaccel.method.registry import methods
 from mmaccel.programs.streaming import VideoSession
 from mmaccel.runtime.cache import recall
 
-POLICIES = [name for name, kind in methods().items() if issubclass(kind, RecallPolicy)]
+POLICIES = list(synthetic.offered(RecallPolicy))
 #: those that give back the bits that were parked
 EXACT = [name for name in POLICIES if methods()[name].pack is RecallPolicy.pack]
 MOVABLE = tuple(name for name in FAMILIES if oracle.adapter(name).halves)

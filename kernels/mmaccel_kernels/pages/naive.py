@@ -58,13 +58,12 @@ def unpack(packed: Tensor, format: Format, page: int, tile: int) -> Tensor:
             _fields_of(rows_, bits, page, tile) for rows_, bits in ((packed[:, :two], 2), (packed[:, two:], 1))
         )
         return low | high << 2
+    if format.code != "ternary":
+        return _fields_of(packed, 8 // format.digits, page, tile)
     # no size is left to be inferred: there may be no page
     blocks = packed.view(n, rows // tile, 1, tile, width)
-    if format.code == "ternary":
-        power = torch.tensor([3**i for i in range(5)], dtype=torch.int32, device=packed.device)
-        codes = (blocks.int() * power[:, None, None] & 255) * 3 >> 8
-    else:
-        return _fields_of(packed, 8 // format.digits, page, tile)
+    power = torch.tensor([3**i for i in range(5)], dtype=torch.int32, device=packed.device)
+    codes = (blocks.int() * power[:, None, None] & 255) * 3 >> 8
     return codes.reshape(n, rows * format.digits, width)[:, :page]
 
 
