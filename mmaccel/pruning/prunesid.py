@@ -36,7 +36,8 @@ class PruneSID(AttentionGuided):
 
     Parameters
     ----------
-    score : ``attention``, as for LLaVA; ``component``, as for Qwen; ``auto``, attention where the tower has a CLS token.
+    score : ``attention``, as for LLaVA; ``component``, as for Qwen; ``auto``, attention where the tower has a CLS token
+        or ``query`` is given.
     query, layer : whose attention counts, see :class:`AttentionGuided`.
 
     Paper and program: the program finds the vectors by a random routine, here they are exact. It leaves tokens group by group,
@@ -52,7 +53,8 @@ class PruneSID(AttentionGuided):
     score: Literal["auto", "attention", "component"] = "auto"
 
     def fit(self, family: ModelFacts) -> AttentionGuided:
-        score = ("attention" if family.has_cls else "component") if self.score == "auto" else self.score
+        paid = family.has_cls or self.query != "auto"
+        score = ("attention" if paid else "component") if self.score == "auto" else self.score
         return replace(super().fit(family), score=score)  # type: ignore[call-arg]
 
     def taps(self) -> tuple[Tap, ...]:
