@@ -187,3 +187,8 @@ def newline_targets(tokens: TokenBatch, count: Tensor) -> tuple[Tensor, Tensor, 
 def spare(others: Tensor, count: Tensor) -> Tensor:
     """``[N, n]`` bool: the first ``count [N]`` (0 if negative) of ``others [N, n]``."""
     return others & (others.cumsum(1) <= count[:, None])
+
+
+def spare_newlines(tokens: TokenBatch, count: Tensor) -> Tensor:
+    """``[N, n]`` bool: the first tokens without a cell, as many as ``count [N]`` leaves room for behind those with one."""
+    return spare(tokens.valid & ~tokens.celled, count.to(tokens.valid.device) - tokens.celled.sum(1))

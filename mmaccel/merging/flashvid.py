@@ -86,7 +86,9 @@ class FlashVIDMerge(AttentionGuided):
             best = top_mask(attention.view(1, -1), valid.view(1, -1), size.new_tensor([count]))[0]
             return themselves(best.nonzero()[:, 0])
         each = [max(0, one) for one in each]
-        parts = [self.segment(x, attention, valid, each, *ends) for ends in self.cut(x, valid)]
+        # an earlier stage may have left nothing of all frames of a segment
+        cuts = [(first, last) for first, last in self.cut(x, valid) if bool(size[first : last + 1].any())]
+        parts = [self.segment(x, attention, valid, each, *ends) for ends in cuts]
         slot, source, weight = (torch.cat(part) for part in zip(*parts, strict=True))
         return slot, source, weight
 

@@ -7,7 +7,7 @@ from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction, top_mask
 from ..method import Grid, ProjectorMethod, TokenBatch, register
-from .film import Clip, Flat, by_clip, themselves
+from .film import Clip, Flat, by_clip, spare_newlines, themselves
 
 #: the program's walk: likeness below which tokens are no neighbours, temperature, steps, and what stands for none
 _LIKE, _TEMPERATURE, _STEPS, _NONE = 0.5, 0.03, 5, -5000.0
@@ -63,7 +63,7 @@ class ForestPrune(ProjectorMethod):
             place = cells / (side.to(cells.device) - 1).clamp(min=1)
             return themselves(self.clip(tokens.features[clip.row, at].float(), place, clip.valid, clip.count))
 
-        return by_clip(tokens, count, links)
+        return by_clip(tokens, count, links).keeping(spare_newlines(tokens, count))
 
     def clip(self, x: Tensor, place: Tensor, valid: Tensor, count: int) -> Tensor:
         """The ``count`` cells that stay of ``x [T, P, D]``, at ``place [T, P, 2]``, ``valid [T, P]``; numbered ``t P + p``."""

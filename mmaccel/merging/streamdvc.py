@@ -8,7 +8,7 @@ from ..core.masks import even_in_groups
 from ..core.reduction import Links, Reduction, segment_sum
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import cosine_of, frame_numbers
-from .film import Clip, Flat, by_clip, spare
+from .film import Clip, Flat, by_clip, spare_newlines
 
 
 @register
@@ -64,8 +64,7 @@ class StreamDvc(ProjectorMethod):
             flow = self.clip(tokens.features[clip.row, slots], number[clip.row, slots], min(clip.count, len(at)))
             return at[flow.slot], at[flow.source], flow.weight
 
-        extra = spare(tokens.valid & ~tokens.celled, count.to(number.device) - tokens.celled.sum(1))
-        return by_clip(tokens, count, links).keeping(extra)
+        return by_clip(tokens, count, links).keeping(spare_newlines(tokens, count))
 
     def clip(self, x: Tensor, frame: Tensor, count: int) -> Links:
         """The links of one clip ``x [n, D]`` whose tokens are of the frames ``frame [n]``, into ``count`` of them."""

@@ -7,7 +7,7 @@ from torch.nn.functional import normalize
 from ..core.reduction import Reduction
 from ..method import ProjectorMethod, Tap, TokenBatch, register
 from ..method.density_peaks import centres, density_peaks, nearest_centre
-from .film import Clip, Film, Flat, by_clip, joined, share, themselves
+from .film import Clip, Film, Flat, by_clip, joined, share, spare_newlines, themselves
 
 
 @register
@@ -68,7 +68,7 @@ class StreamingTOMReduction(ProjectorMethod):
                 if len(cells := (part[0] == number).nonzero()[:, 0]) and budget
             )
 
-        return by_clip(tokens, count, links)
+        return by_clip(tokens, count, links).keeping(spare_newlines(tokens, count))
 
     def _frame(self, cells: Tensor, static: Tensor, x: Tensor, salient: Tensor, budget: int) -> Flat:
         """The links of one frame: ``cells [m]``, of which ``static [m]`` did not change, features ``x [m, D]``, and saliency

@@ -16,12 +16,15 @@ import mmaccel
 from mmaccel import MmaccelError, accelerated
 from mmaccel.encoders.pitome import PiToMe
 from mmaccel.merging.aim import AimMerge
+from mmaccel.merging.apet import ApETMerge
 from mmaccel.merging.centerclip import CenterClip
 from mmaccel.merging.dycoke import DyCokeTTM
 from mmaccel.merging.evad import Evad
 from mmaccel.merging.everest import Everest
 from mmaccel.merging.evs import Evs
 from mmaccel.merging.fastvid import FastVID
+from mmaccel.merging.flashvid import FlashVIDMerge
+from mmaccel.merging.forestprune import ForestPrune
 from mmaccel.merging.free_video_llm import FreeVideoLlm
 from mmaccel.merging.holitom import HoliTomMerge
 from mmaccel.merging.kitoke import KiToke
@@ -33,11 +36,14 @@ from mmaccel.merging.mustdrop import MustDropMerge
 from mmaccel.merging.progressive_pool import ProgressivePool
 from mmaccel.merging.prunevid import PruneVidMerge
 from mmaccel.merging.qg_vtc import QGVTC
+from mmaccel.merging.restore import RestoreMerge
 from mmaccel.merging.spacetime import SpaceTime
 from mmaccel.merging.stc import StcPruner
 from mmaccel.merging.streamdvc import StreamDvc
+from mmaccel.merging.streamingtom_ctr import StreamingTOMReduction
 from mmaccel.merging.streamvln import StreamVln
 from mmaccel.merging.tempme import TempMe
+from mmaccel.merging.vcast import VCAST
 from mmaccel.merging.vflowopt import VFlowOptMerge
 from mmaccel.merging.vidcom2 import VidCom2
 from mmaccel.merging.vtm import Vtm
@@ -48,6 +54,7 @@ METHODS: list[TokenMethod] = [
     VFlowOptMerge(cell=2.5),
     QGVTC(),
     AimMerge(),
+    ApETMerge(),
     CenterClip(),
     CenterClip(frames=3, distance="cosine", aggregate="mean"),
     Evad(),
@@ -57,6 +64,8 @@ METHODS: list[TokenMethod] = [
     DyCokeTTM().by("official"),
     FastVID(),
     FastVID(segments=3, tau=-1.0, merged=0.8, stride=2, query="all"),
+    FlashVIDMerge(),
+    ForestPrune(),
     FreeVideoLlm(),
     FreeVideoLlm(slow=1, middle=2, roi=0.3, fast=0.0, change=True),
     HoliTomMerge(),
@@ -76,17 +85,20 @@ METHODS: list[TokenMethod] = [
     ProgressivePool(group=3, detail=2),
     PruneVidMerge(small=0),
     PruneVidMerge(tau=0.1, scenes=0.5, neighbours=2, small=0),
+    RestoreMerge(),
     SpaceTime(),
     SpaceTime(change=0.5),
     StcPruner(),
     StcPruner(frames=3).by("official"),
     StreamDvc(),
+    StreamingTOMReduction(),
     StreamDvc(iterations=3),
     StreamDvc(neighbours=True),
     StreamVln(),
     StreamVln(recent=2, history=3),
     TempMe(),
     TempMe(joins=(3,)),
+    VCAST(),
     VidCom2(),
     VidCom2(temperature=1.0),
     Vtm(),
