@@ -47,6 +47,7 @@ def products(name: str) -> int:
 
 
 #: what needs another pass, since it is no sum of the attention over queries
+# checked by test_a_prompt_is_multiplied_with_its_keys_once
 SECOND_PASS = {
     "compactor": "its attention has no causal mask",
     "noncausal-attention": "its attention has no causal mask",
