@@ -26,6 +26,7 @@ from mmaccel.programs import evaluate as evaluation
 from mmaccel.programs import plots
 from mmaccel.programs.drafts import drafts_identity
 from mmaccel.programs.evaluate import Question, Row, answer_lengths, ask_suite, divergence, evaluate, fingerprint
+from mmaccel.runtime.decoding import drafting
 
 ROOT = Path(__file__).parent.parent
 KEPT = ("divprune", 0.25), ("fastv", 0.3), ("snapkv", 0.5)
@@ -319,8 +320,10 @@ def test_the_exported_suite_gives_the_same_figures(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("lossless", [True, False])
-def test_answers_with_drafts(lossless):
+def test_answers_with_drafts(lossless, monkeypatch):
     """Lossless rows answer as the full model, others as their recipe, a resumed row goes on with its figures."""
+    # whether a draft pays depends on seconds
+    monkeypatch.setattr(drafting, "best_length", lambda rate, price, costs, most: (min(5, most), 2.0))
     model, processor = zoo.model("llava"), zoo.processor("llava")
     drafts = {"lookup": True} | ({"lossless": True} if lossless else {})
     rows = [Row("none"), Row("divprune", 0.1), Row("divprune", 0.1, drafts)]

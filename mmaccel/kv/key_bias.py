@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 
 from .index import select_rows
 
-#: cosines and sines of so many tokens before the first of a forward
-Earlier = Callable[[int], tuple[Tensor, Tensor]]
+#: cosines and sines of so many tokens before those of a forward that stand at ``[B]``
+Earlier = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -40,9 +40,12 @@ class Rotations:
         self, cos: Tensor, sin: Tensor, places: Tensor, seen: int, length: int, before: Earlier | None = None
     ) -> None:
         """Note the rotations ``[1 or B, q, D]`` of tokens at ``places [B, q]`` (-1: none) in a forward of so many places behind
-        those ``seen``. ``before`` gives those of the last tokens before it, of which captured steps noted none."""
+        those ``seen``. ``before`` gives those of the last tokens before it, of which nothing was noted: captured steps, and
+        turns without pictures in front of the first picture."""
         half, gap = cos.shape[-1] // 2, seen - self.cos.shape[1]
-        missing = before(gap) if gap > 0 and before is not None and self.cos.shape[1] else None
+        # padding takes no position
+        first = (places >= 0).int().argmax(1)
+        missing = before(gap, first) if gap > 0 and before is not None else None
         at = torch.where(places < 0, length, places.long() - seen)[..., None].expand(-1, -1, half)
         for number, (name, x) in enumerate((("cos", cos), ("sin", sin))):
             known = getattr(self, name)[:, :seen]

@@ -138,7 +138,7 @@ def test_tokens_of_captured_steps_are_rotated_as_if_noted() -> None:
     ours, want = (Rotations.none(torch.zeros(1, 1, 8)) for _ in range(2))
     want.note(*of(3, 20), torch.arange(20)[None], 0, 20)
     ours.note(*of(3, 12), torch.arange(12)[None], 0, 12)
-    ours.note(*of(22, 1), torch.tensor([[19]]), 19, 1, lambda count: of(22 - count, count))
+    ours.note(*of(22, 1), torch.tensor([[19]]), 19, 1, lambda count, _: of(22 - count, count))
     assert torch.equal(ours.cos, want.cos) and torch.equal(ours.sin, want.sin)
 
 

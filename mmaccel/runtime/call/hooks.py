@@ -59,11 +59,14 @@ class TextHooks:
         if call is None or call.observer is not None or call.text.runs is None:
             return
 
-        def before(count: int) -> tuple[Tensor, Tensor]:
-            """Cosines and sines of so many tokens before the first, which have no pictures among them."""
+        def before(count: int, first: Tensor) -> tuple[Tensor, Tensor]:
+            """Cosines and sines of so many tokens before the ``first [B]``, which have no pictures among them."""
             given = dict(zip(("x", "position_ids"), args, strict=False)) | kwargs
-            back = torch.arange(count, 0, -1, device=given["position_ids"].device)
-            turned: tuple[Tensor, Tensor] = module.forward(given["x"], given["position_ids"][..., :1] - back)
+            positions = given["position_ids"]
+            positions = positions.expand(*positions.shape[:-2], len(first), -1)
+            at = first.to(positions.device).expand(positions.shape[:-1])[..., None]
+            back = torch.arange(count, 0, -1, device=positions.device)
+            turned: tuple[Tensor, Tensor] = module.forward(given["x"], positions.gather(-1, at) - back)
             return turned
 
         call.text.runs.forward.incoming.rotations = (*output, before)
