@@ -95,6 +95,9 @@ class ModelFacts(TowerFacts, Protocol):
     def depth(self) -> int:
         """Number of layers of the language model."""
 
+    def rope_kind(self, layer: int) -> str | None:
+        """The kind of RoPE of a layer, where layers of the language model have several; else None."""
+
     @property
     def attending(self) -> Sequence[int]:
         """Layers of the language model that have attention, rising."""

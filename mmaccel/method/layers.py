@@ -197,13 +197,15 @@ class LayerMethod(TokenMethod):
 
     def reach(self, family: ModelFacts) -> list[int]:
         """The layers at whose input it can work, ascending: none below DeepStack layers, and only where the observed
-        layer has attention."""
+        layer has attention, and its own has RoPE if that is read and differs."""
         first = max(self.lowest, family.deepstack)
         layers = [layer + (not self.looks_ahead) for layer in family.attending]
         if self.spreads and not self.lowest:
             # before the first layer nothing is known, and nothing asked
             layers = [0, *layers]
-        return [layer for layer in layers if first <= layer < family.depth]
+        apart = self.needs_rotary and any(family.rope_kind(layer) is not None for layer in family.attending)
+        turning = family.attending if apart else layers
+        return [layer for layer in layers if first <= layer < family.depth and layer in turning]
 
     def suits(self, family: ModelFacts) -> None:
         """Refuse models with layers without attention if it observes layer after layer."""
