@@ -41,6 +41,11 @@ class Gemma3(Family):
         """Averages as the projector makes them, picture after picture."""
         return block_mean(torch.cat(values), self.side, self.side // self.cells).flatten(0, 1)
 
+    @property
+    def heads_first(self) -> bool:
+        """Norms of queries and keys come when heads are apart."""
+        return True
+
     def rope_kind(self, layer: int) -> str:
         """Local and global layers have RoPEs of different angles."""
         return str(self.text.config.layer_types[layer])

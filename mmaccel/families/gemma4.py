@@ -27,6 +27,11 @@ class Gemma4(Gemma3):
     layers_path = ""
 
     @property
+    def heads_first(self) -> bool:
+        """Norms of queries and keys come before heads are apart."""
+        return False
+
+    @property
     def pooled(self) -> int:
         """Patches along one side of the block that makes a token."""
         return int(self.vision.pooling_kernel_size)
