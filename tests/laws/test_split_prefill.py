@@ -62,9 +62,10 @@ def test_chunks_give_the_answer_of_one_piece(family: str, method: str, kind: str
         said = tiny.mmaccel.stats()
         states = tiny(**feed, **oracle.counted(family, feed), output_hidden_states=True)
     oracle.close(got[:, :1], wanted[:, :1], 2 * oracle.TOLERANCE)
-    # a product that is wrong in its last bit may be rounded to another code, and one of two keys that rank alike be read
-    rounded = issubclass(kind_of(method), Codec) or method in READING
-    oracle.close(got, wanted, 0.5 if rounded else 2 * oracle.TOLERANCE)
+    # a product that is wrong in its last bit may be rounded to another code (none was seen), and one of two keys that rank
+    # alike be read (loki on minicpmv4_6: up to .06)
+    tolerance = 0.1 if method in READING else 0.02 if issubclass(kind_of(method), Codec) else 2 * oracle.TOLERANCE
+    oracle.close(got, wanted, tolerance)
     valid = feed["attention_mask"].bool()
     oracle.close(states.logits[valid].nan_to_num(), direct[valid].nan_to_num(), 2 * oracle.TOLERANCE)
     (length,) = {x.shape[1] for x in states.hidden_states}

@@ -131,8 +131,9 @@ class PackKeys(Run):
             memory = state.shared.keep(Rotations.none(cos.expand(len(places), -1, -1)))
         if not memory.cos.shape[1] and any(layer.packed.any_pages for layer in state.layers):
             # what is packed was packed with its bias
-            before = None
-        memory.note(cos, sin, places, incoming.seen, incoming.length, before)
+            memory.note(cos, sin, places, incoming.seen, incoming.length)
+        else:
+            memory.note(cos, sin, places, incoming.seen, incoming.length, before)
 
     def finish(self) -> None:
         """Pack the layers that waited for the end of the forward, and add them to the statistics."""

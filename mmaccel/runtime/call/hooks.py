@@ -69,7 +69,8 @@ class TextHooks:
             turned: tuple[Tensor, Tensor] = module.forward(given["x"], positions.gather(-1, at) - back)
             return turned
 
-        call.text.runs.forward.incoming.rotations = (*output, before)
+        cos, sin = output
+        call.text.runs.note_rotations(cos, sin, before)
 
     # --- into the text model ----------------------------------------------------------------------------------
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ...core.precision import without_autocast
 from ...core.reduction import Reduction
+from ...kv.key_bias import Earlier
 from .forward import Forward, Piece
 
 R = TypeVar("R", bound="Run")
@@ -203,6 +204,15 @@ class Runs:
                 seen = layer if run.by_piece else whole
                 if seen is not None:
                     run.after_attention(seen)
+
+    def note_rotations(self, cos: Tensor, sin: Tensor, before: Earlier) -> None:
+        """Note the rotations of the tokens that enter the layers, see :attr:`mmaccel.kv.forward_info.ForwardInfo.rotations`;
+        those of all pieces of a forward are joined."""
+        incoming = self._whole.incoming
+        if self.piece is not None and self.piece.begin > 0 and incoming.rotations is not None:
+            earlier_cos, earlier_sin, before = incoming.rotations
+            cos, sin = torch.cat([earlier_cos, cos], dim=1), torch.cat([earlier_sin, sin], dim=1)
+        incoming.rotations = cos, sin, before
 
     def begin(self, piece: Piece | None) -> None:
         """Begin the next piece of the forward, or end the last one (None)."""
