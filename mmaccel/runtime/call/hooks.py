@@ -69,8 +69,7 @@ class TextHooks:
             turned: tuple[Tensor, Tensor] = module.forward(given["x"], positions.gather(-1, at) - back)
             return turned
 
-        cos, sin = output
-        call.text.runs.note_rotations(cos, sin, before)
+        call.text.runs.note_rotations(output[0], output[1], before)
 
     # --- into the text model ----------------------------------------------------------------------------------
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
