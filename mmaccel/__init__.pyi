@@ -139,6 +139,7 @@ from .merging.pool import Pool as Pool
 from .merging.progressive_pool import ProgressivePool as ProgressivePool
 from .merging.prunevid import PruneVidMerge as PruneVidMerge
 from .merging.qg_vtc import QGVTC as QGVTC
+from .merging.restore import RestoreMerge as RestoreMerge
 from .merging.spacetime import SpaceTime as SpaceTime
 from .merging.stc import StcPruner as StcPruner
 from .merging.streamdvc import StreamDvc as StreamDvc

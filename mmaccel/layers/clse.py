@@ -28,10 +28,11 @@ class CLSE(LayerMethod):
 
     Parameters
     ----------
-    layer : the input of this layer, 1.
+    layer : works at the input of this layer, 1.
     score : ``clse_attn``, the product; ``clse`` or ``attn``, one factor.
-    reference : 0.
-    cutoff, temperature : 0.1 and 0.1.
+    reference : the earlier layer whose input is compared, 0.
+    cutoff : of the filter, a share of half of the shorter side, 0.1.
+    temperature : of the sigmoid, 0.1.
 
     Paper and program: pictures and clips whose cells are not all there are ranked by attention alone, which the program does
     not meet; newlines weigh half. Keys of earlier layers stay in the cache, where LLaVA's program drops them (see

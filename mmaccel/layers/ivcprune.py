@@ -32,7 +32,7 @@ class IVCPrune(LayerMethod):
     form : ``fill``, as for Qwen; ``union``, as for LLaVA: the softmax is over the whole prompt, and the ``foreground`` share
         of highest score stays with the coordinates before others do.
     seeds, coordinates, foreground : 0.01, 0.1 (0.05 for LLaVA) and 0.2.
-    skip : 2.
+    skip : the first tokens of the question that do not count, 2.
 
     Paper and program: the program for LLaVA keeps what its shares find, whatever that is together; here the budget decides how
     many stay, and a smaller one drops coordinates last, by score. It takes the first picture alone; here all visual tokens of

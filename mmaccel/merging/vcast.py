@@ -31,7 +31,7 @@ class VCAST(ProjectorMethod):
 
     Parameters
     ----------
-    temperature : 0.7.
+    temperature : of the softmax over frames, 0.7.
     least : tokens of every frame, 1; fewer where the budget does not have that many.
 
     Paper and program: tiles of a picture count as frames, where the program leaves pictures alone. Newlines are dropped first.

@@ -28,7 +28,7 @@ class MMR(AttentionGuided):
 
     Parameters
     ----------
-    importance : 0.5.
+    importance : the weight of attention beside unlikeness, 0.5.
     parallel : how many are picked by the same ``s``, 1.
     query, layer : whose attention counts, see :class:`AttentionGuided`.
 

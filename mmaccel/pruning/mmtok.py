@@ -31,7 +31,7 @@ class MMTok(ProjectorMethod):
     ----------
     alpha : the weight of ``Q``, 0.5.
     tv_temperature : 0.01, as for Qwen; 0.02 for LLaVA.
-    vv_temperature : 0.2.
+    vv_temperature : of the softmax between visual tokens, 0.2.
     original : width and height of pictures before they were padded to a square; tokens that show nothing but padding are
         then dropped first. None if they were not.
     patch : pixels along a side of a token's patch, to round that padding.
