@@ -16,12 +16,8 @@ class Exaone45(Windowed):
     name = "exaone4_5"
     model_types = ("exaone4_5",)
     since = "5.23"
+    heads_first = True
     tower_names = {"image": "visual", "video": "visual"}
-
-    @property
-    def heads_first(self) -> bool:
-        """Norms of queries and keys come when heads are apart."""
-        return True
 
     def norm_in(self, layer: Any) -> nn.Module:
         """Nothing: layers normalise what attention and MLP return."""

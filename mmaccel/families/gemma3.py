@@ -21,6 +21,7 @@ class Gemma3(Family):
     name = "gemma3"
     model_types = ("gemma3",)
     place = 15
+    heads_first = True
     facts = Facts(clips=False, cls=False, merging="blocks of pooling")
     extra_inputs = ("token_type_ids",)
     masks_above = True
@@ -40,11 +41,6 @@ class Gemma3(Family):
     def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
         """Averages as the projector makes them, picture after picture."""
         return block_mean(torch.cat(values), self.side, self.side // self.cells).flatten(0, 1)
-
-    @property
-    def heads_first(self) -> bool:
-        """Norms of queries and keys come when heads are apart."""
-        return True
 
     def rope_kind(self, layer: int) -> str:
         """Local and global layers have RoPEs of different angles."""

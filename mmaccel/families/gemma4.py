@@ -19,17 +19,13 @@ class Gemma4(Gemma3):
 
     name = "gemma4"
     model_types = ("gemma4",)
+    heads_first = False
     facts = Facts("yes, any size", cls=False, merging="-")
     modalities = ("image", "video")
     extra_inputs = ("mm_token_type_ids",)
     over_windows = False
     closed = "pads pictures of several sizes to one"
     layers_path = ""
-
-    @property
-    def heads_first(self) -> bool:
-        """Norms of queries and keys come before heads are apart."""
-        return False
 
     @property
     def pooled(self) -> int:

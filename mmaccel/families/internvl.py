@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -138,10 +138,7 @@ class QianfanOCR(InternVL):
     facts = Facts("yes, tiled", clips=False, merging="blocks of pixel shuffle")
     reads_pages = True
     layers_path = "layers"
-
-    @property
-    def usual_std(self) -> tuple[float, ...]:
-        return IMAGENET_STD
+    usual_std: ClassVar[tuple[float, ...]] = IMAGENET_STD
 
     @property
     def has_cls(self) -> bool:

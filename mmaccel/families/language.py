@@ -25,6 +25,8 @@ class LanguageModel:
     deepstack: int = 0
     #: whether RoPE turns queries and keys as two halves, in every layer of the language models usual for it
     halves: bool = True
+    #: whether norms of queries and keys take and give ``[B, H, q, D]`` in place of ``[B, q, H, D]`` or ``[B, q, H D]``
+    heads_first: ClassVar[bool] = False
     #: whether some layers of its language models carry a state instead of attention (``carrying``: their kinds)
     stateful: bool = False
     #: why a dropped token cannot run through its language model later, as the end of "the language model of ..."
@@ -97,11 +99,6 @@ class LanguageModel:
     def queries_in(self, attention: Any) -> nn.Module:
         """The last module that queries pass before RoPE."""
         return first_of(attention, "q_norm", "q_layernorm", "q_proj")
-
-    @property
-    def heads_first(self) -> bool:
-        """Whether what these modules return is ``[B, H, q, D]`` in place of ``[B, q, H, D]`` or ``[B, q, H D]``."""
-        return False
 
     def keys_in(self, attention: Any) -> nn.Module:
         """The last module that keys pass before RoPE."""
