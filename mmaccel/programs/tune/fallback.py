@@ -149,7 +149,7 @@ def find_fallback(
             "batch size": batch_size,
             "longest answer": max_new_tokens,
         }
-        with Journal(Path(out).with_suffix(".journal"), settings) as journal, memory_error():
+        with Journal(Path(out).with_suffix(".journal"), settings) as journal, KeepLoaded(), memory_error():
             known = {tuple(log["part"]): log["rows"] for log in journal.read_logs(0)}
             outcomes = []
             total = len(asked) + len(held_out)
@@ -204,7 +204,7 @@ def _answered(
     def run(part: Batch) -> list[dict[str, Any]]:
         inputs, memory = inputs_of(model, processor, part), Remembered()
         rows: list[dict[str, Any]] = [{"kept": [], "cost": [], "certainty": []} for _ in part]
-        with KeepLoaded(), memory.on(family_of(model, processor)):
+        with memory.on(family_of(model, processor)):
             full, whole, _ = _generate(model, processor, get_recipe("none"), inputs, longest)
             for step in steps:
                 answers, tokens, certain = _generate(model, prepare(processor, step), step, inputs, longest)
@@ -333,7 +333,7 @@ def _finish(
             "tokens read": float(spent.mean()),
             "answers by reading": np.bincount(reading, minlength=len(ladder) + 1).tolist(),
         }
-    report["held out keeps enough"] = _enough(part.replay(ladder, rule, threshold)[0], keep, confidence)
+    report["held out keeps enough"] = _enough(held.replay(ladder, rule, threshold)[0], keep, confidence)
     plain = dataclasses.asdict(fallback) | {"budgets": list(fallback.budgets)}
     recipe = TunedRecipe.of(first, out.stem, {"model": fingerprint(model), "fallback": plain, "measured": report})
     write_whole(out, recipe.to_json().encode() + b"\n")
