@@ -122,14 +122,6 @@ class Fallback:
             recipe.override(retain=budget)
         return given
 
-    @staticmethod
-    def refuse_drafts(lossless: bool) -> None:
-        """Raise MmaccelError: drafts and a fallback cannot be combined."""
-        why = "with lossless=True every answer is the full model's; leave out fallback=."
-        raise MmaccelError(
-            f"fallback= and drafts cannot be combined: {why if lossless else 'give fallback=, or draft= and lookup=.'}"
-        )
-
     def certainty(self, scores: Tensor) -> Tensor:
         """The certainty ``[B]`` of the next token, 0 to 1, from its logits ``[B, V]``."""
         chances = scores.float().softmax(-1)
@@ -217,9 +209,14 @@ def share_towers(fallback: Fallback | None, family: Family, wrap: Callable[[Any,
 
 
 def with_fallback(
-    fallback: Fallback | None, handle: Handle, last: Callable[[], Call[Any] | None], once: Callable[..., Any]
+    fallback: Fallback | None,
+    handle: Handle,
+    family: Family,
+    last: Callable[[], Call[Any] | None],
+    once: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Wrap ``generate`` of an accelerated model, ``once``; ``last`` gives the last call."""
+    """Wrap ``generate`` of an accelerated model, ``once``; ``last`` gives the last call. A prompt without pictures is read
+    once, since nothing of it is dropped."""
     if fallback is None:
         return once
 
@@ -229,7 +226,10 @@ def with_fallback(
             return once(*args, mmaccel=mmaccel, **kwargs)
         given = {**inspect.signature(once).bind_partial(*args).arguments, **kwargs}
         configs = SimpleNamespace(**kwargs), given.get("generation_config"), handle._model.generation_config
-        readings = Readings(fallback, once, last, given, mmaccel, lambda name: first_set(name, *configs))
+        prompt = given.get("input_ids") if given.get("inputs") is None else given["inputs"]
+        if isinstance(prompt, Tensor) and not bool(family.visual(prompt).any()):
+            return once(*args, mmaccel=mmaccel, **kwargs)
+        readings = Readings(fallback, once, last, given, prompt, mmaccel, lambda name: first_set(name, *configs))
         output = readings.run()
         readings.report()
         return output
@@ -256,7 +256,8 @@ class Readings:
     ----------
     once : ``generate`` without a fallback; takes ``mmaccel=``.
     last : gives the last call.
-    given : the arguments of ``generate`` by name. asked : the value of ``mmaccel``.
+    given : the arguments of ``generate`` by name. prompt : its ids.
+    asked : the value of ``mmaccel``.
     config : a generation setting by its name, from the arguments or the model.
 
     Raises
@@ -271,21 +272,21 @@ class Readings:
         once: Callable[..., Any],
         last: Callable[[], Call[Any] | None],
         given: Mapping[str, Any],
+        prompt: Any,
         asked: Any,
         config: Callable[[str], Any],
     ) -> None:
         self.fallback, self.once, self.last, self.given, self.config = fallback, once, last, given, config
-        prompt = given.get("input_ids") if given.get("inputs") is None else given["inputs"]
         if not isinstance(prompt, Tensor) or prompt.dim() != 2:
             raise UnsupportedError(
                 "With fallback= generate() needs input_ids, which were not given; pass the prompt's ids."
             )
         batch, self.length = prompt.shape
         self._check(batch)
-        asked = dict(asked) if isinstance(asked, Mapping) else {}
-        least = asked.get("retain")
+        own = asked if isinstance(asked, Mapping) else {}
+        least = own.get("retain")
         further = [one for one in fallback.budgets if least is None or least < one]
-        self.steps: list[Any] = [asked, *({**asked, "retain": budget} for budget in further), False]
+        self.steps: list[Any] = [asked, *({**own, "retain": budget} for budget in further), False]
         self.settled = torch.zeros(batch, dtype=torch.bool, device=prompt.device)
         self.rows: list[Tensor] = [prompt.new_empty(0)] * batch
         self.reading, self.certainty = [0] * batch, [0.0] * batch
@@ -349,7 +350,7 @@ class Readings:
         streamer, held = given.get("streamer"), _Held()
         if streamer is not None and not last:
             given["streamer"] = held
-        output = self.once(**given, mmaccel=step if step or step is False else None)
+        output = self.once(**given, mmaccel=step)
         call = self.last()
         assert call is not None
         kept = call.stats.layer_tokens[-1:] or [call.stats.visual_tokens]

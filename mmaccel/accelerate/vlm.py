@@ -160,7 +160,7 @@ class Accelerator(Handle):
             self._hook(module.register_forward_pre_hook(self._open, with_kwargs=True, prepend=True))
             self._hook(module.register_forward_hook(self._close, with_kwargs=True, always_call=True))
         self._wrap(model, "generate", self._generate)
-        self._wrap(model, "generate", functools.partial(with_fallback, self.fallback, self, lambda: self._last))
+        self._wrap(model, "generate", functools.partial(with_fallback, self.fallback, self, family, lambda: self._last))
         self._wrap(model, "set_attn_implementation", self._set_attention)
         if self.drafts:
             self._wrap(model, "_get_stopping_criteria", functools.partial(_with_tokenizer, plan))
@@ -546,9 +546,7 @@ def accelerate_vlm(
     target = _model(model)
     warn_of_another(target, chosen)
     drafts, net = Drafts(lossless, draft, lookup), Fallback.of(fallback, chosen)
-    drafts.check(chosen, processor)
-    if net is not None and drafts:
-        net.refuse_drafts(lossless)
+    drafts.check(chosen, processor, net is not None)
     exchange(Accelerator.on(target), lambda: Accelerator(target, chosen, processor, kernels, drafts, net, offload))
     if (caution := target.mmaccel.plan.caution) is not None:
         warnings.warn(f"{caution}.", stacklevel=2)

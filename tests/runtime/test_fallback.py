@@ -233,3 +233,4 @@ def test_text_alone_is_answered() -> None:
     streamer = TextIteratorStreamer(zoo.tokenizer("llava"))
     with accelerated(tiny, "divprune", fallback=1.0):
         assert torch.equal(generate(tiny, text, streamer=streamer), bare)
+        assert not tiny.mmaccel.stats().fallback
