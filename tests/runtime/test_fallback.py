@@ -136,6 +136,29 @@ def test_an_unsure_reading_ends_at_its_first_unsure_token() -> None:
     assert len(steps) == 1 + NEW
 
 
+def test_settled_rows_are_not_written_again() -> None:
+    """In the second reading of a batch a row that was sure ends at its first token."""
+    tiny, feed = zoo.model("llava"), zoo.inputs("llava", "uneven")
+    with accelerated(tiny, "divprune", retain=0.3, fallback=1e-9):
+        generate(tiny, feed)
+        certain = tiny.mmaccel.stats().fallback["certainty"]
+    seen: list[Tensor] = []
+
+    class Written(LogitsProcessor):
+        def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+            seen.append(ids[:, feed["input_ids"].shape[1] :].clone())
+            return scores
+
+    with accelerated(tiny, "divprune", retain=0.3, fallback=between(certain)):
+        generate(tiny, feed, logits_processor=LogitsProcessorList([Written()]))
+        reading = tiny.mmaccel.stats().fallback["reading"]
+    sure, unsure = reading.index(0), reading.index(1)
+    last = seen[-1]
+    assert last.shape[1] == NEW - 1
+    assert (last[sure, 1:] == tiny.generation_config.pad_token_id).all()
+    assert not (last[unsure, 1:] == tiny.generation_config.pad_token_id).all()
+
+
 def test_streams_hold_an_answer_back_until_it_is_sure() -> None:
     tiny, feed = zoo.model("llava"), zoo.inputs("llava", "image")
     feed = {name: value[:1] for name, value in feed.items()}
