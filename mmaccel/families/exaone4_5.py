@@ -16,6 +16,7 @@ class Exaone45(Windowed):
     name = "exaone4_5"
     model_types = ("exaone4_5",)
     since = "5.23"
+    halves = False
     heads_first = True
     tower_names = {"image": "visual", "video": "visual"}
 
