@@ -17,7 +17,7 @@ from ...core.precision import without_autocast
 from ...kv.cache import CacheState
 from ...kv.index import to_device
 from ...kv.select import observed
-from ...method import DraftPolicy, LayerAttention, Policy
+from ...method import LayerAttention, Policy
 from ...method.layers import SharedPass
 from ..call.call import Call, current
 from ..call.forward import Forward, Prompt
@@ -199,60 +199,52 @@ class EvictKeys(CachePolicy):
         return received
 
 
-class EvictByDraft(EvictKeys):
-    """Evict the keys of a prompt by the text that a draft model writes behind it."""
+class EvictByText(EvictKeys):
+    """Evict the keys of a prompt by a text that is read behind it."""
 
     runs_model = True
-
-    def __init__(
-        self, call: Call[ModelPlan], prompt: Prompt, stage: PlannedStage[DraftPolicy], state: CacheState
-    ) -> None:
-        super().__init__(prompt, stage, state)
-        self.call, self.drafted_by = call, stage
-        self._arguments: dict[str, Any] = {}
-
-    def before_text(self, text: TextInputs) -> None:
-        """Keep the arguments of the text model, which are not complete yet."""
-        with without_autocast(self.forward.device):
-            super().before_text(text)
-        self._arguments = text.arguments
-
-    def finish(self) -> None:
-        """Show the policy the attention of the draft's text behind the prompt, and evict."""
-        assert self.prompt is not None
-        prompt = self.prompt.prompt
-        with prompt.measured("selection", prompt.device):
-            positions = self._arguments.get("position_ids")
-            self.prompt.scores.behind = lookahead.text_behind(self.call, prompt, self.drafted_by, positions)
-        with without_autocast(self.forward.device):
-            super().finish()
-
-
-class EvictByReread(EvictKeys):
-    """Evict the keys of a prompt by what a policy observes while the prompt is read again."""
-
-    runs_model = True
+    stage: PlannedStage[Any]
 
     def __init__(self, call: Call[ModelPlan], prompt: Prompt, stage: PlannedStage[Any], state: CacheState) -> None:
         super().__init__(prompt, stage, state)
-        self.call, self._arguments = call, dict[str, Any]()
+        self.call, self.arguments = call, dict[str, Any]()
 
     def before_text(self, text: TextInputs) -> None:
         """Keep the arguments of the text model, which are not complete yet."""
         with without_autocast(self.forward.device):
             super().before_text(text)
-        self._arguments = text.arguments
+        self.arguments = text.arguments
+
+    def read(self, evicted: PromptEviction) -> None:
+        """Read the text, and keep with the scores what the policy needs of it."""
+        raise NotImplementedError
 
     def finish(self) -> None:
-        """Read the prompt again, and evict."""
+        """Read the text, and evict."""
         assert self.prompt is not None
-        prompt = self.prompt.prompt
-        with prompt.measured("selection", prompt.device):
-            tokens = self.prompt.tokens.of_layer(0, prompt.device)
-            found = reread.read_again(self.call, prompt, self.stage.method, self._arguments, tokens.places)  # type: ignore[arg-type]
-            self.prompt.scores.reread = found
+        with self.prompt.prompt.measured("selection", self.forward.device):
+            self.read(self.prompt)
         with without_autocast(self.forward.device):
             super().finish()
+
+
+class EvictByDraft(EvictByText):
+    """The text is what a draft model writes behind the prompt."""
+
+    def read(self, evicted: PromptEviction) -> None:
+        """Keep queries, keys and values of the draft's text."""
+        positions = self.arguments.get("position_ids")
+        evicted.scores.behind = lookahead.text_behind(self.call, evicted.prompt, self.stage, positions)
+
+
+class EvictByReread(EvictByText):
+    """The text is the prompt once more; a policy observes the layers while they read it."""
+
+    def read(self, evicted: PromptEviction) -> None:
+        """Keep what the policy has observed."""
+        places = evicted.tokens.of_layer(0, self.forward.device).places
+        found = reread.read_again(self.call, evicted.prompt, self.stage.method, self.arguments, places)
+        evicted.scores.reread = found
 
 
 def hook_queries(plan: ModelPlan, hook: Callable[..., None]) -> None:
