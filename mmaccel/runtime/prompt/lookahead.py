@@ -164,10 +164,9 @@ def run_behind(
     at: Tensor,
     positions: Tensor | None,
     given: dict[str, Tensor],
-) -> Tensor:
-    """Let the text model read a text at the places ``at [B, n]`` behind a prompt, without storing it; returns its last hidden
-    states ``[B, n, D]``. ``positions`` are those that the text model was given for the prompt, ``given`` the ids or
-    embeddings.
+) -> None:
+    """Let the text model read a text at the places ``at [B, n]`` behind a prompt, without storing it; ``behind`` observes its
+    attention. ``positions`` are those that the text model was given for the prompt, ``given`` the ids or embeddings.
     """
     state, family, device = prompt.state, prompt.plan.family, prompt.device
     assert state is not None and state.positions.offset is not None
@@ -184,7 +183,7 @@ def run_behind(
         cache = Cache([next(states) if n in family.recurrent else _Passing(end) for n in range(family.depth)])
         call.observer = behind
         with torch.no_grad():
-            output = family.text(
+            family.text(
                 **given,
                 position_ids=places,
                 attention_mask=family.mask_argument(None),
@@ -195,5 +194,3 @@ def run_behind(
         call.observer = None
         for restore in undo:
             restore()
-    hidden: Tensor = output.last_hidden_state
-    return hidden
