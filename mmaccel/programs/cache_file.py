@@ -243,7 +243,9 @@ def _mapped(content: mmap.mmap, count: int) -> list[Tensor]:
         about = header[f"{number:06}"]
         start, stop = about["data_offsets"]
         dtype = _BY_NAME[about["dtype"]]
-        flat = torch.from_numpy(np.frombuffer(content, np.uint8, stop - start, begin + start)) if stop > start else None
-        empty = torch.empty(about["shape"], dtype=dtype)
-        tensors.append(empty if flat is None else flat.view(dtype).view(about["shape"]))
+        if start == stop:
+            tensors.append(torch.empty(about["shape"], dtype=dtype))
+            continue
+        flat = torch.from_numpy(np.frombuffer(content, np.uint8, stop - start, begin + start))
+        tensors.append(flat.view(dtype).view(about["shape"]))
     return tensors
