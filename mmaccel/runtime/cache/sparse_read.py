@@ -65,12 +65,9 @@ def sparse_read(policy: Policy, shared: Shared, layer: CompressedLayer, attentio
     index = layer.index.by_head.long()
     # heads that store the same keys have one index
     paid = paid.mean((1, 2))[:, None] if index.shape[1] == 1 else paid.mean(2) / heads
-    table, end = table.to(device), table.shape[1]
-    known = (index >= 0) & (index < end)
-    at, shape = torch.where(known, index, end), (*index.shape[:2], end + 1)
-    by_place = paid.new_zeros(shape).scatter_(2, at, paid).sum(1)[:, :end]
-    stored = known.new_zeros(shape).scatter_(2, at, True).any(1)[:, :end]
-    visual = (table[..., 0] >= 0) & stored
+    at, visual = _stored_visual(index, table.to(device))
+    end = visual.shape[1]
+    by_place = paid.new_zeros(*at.shape[:2], end + 1).scatter_(2, at, paid).sum(1)[:, :end]
     memory.move(device)
     chosen = policy.recall(by_place, memory.paid, visual, memory.count, memory.chosen)
     chosen = check_tensor(policy, "recall()", chosen, "bool", visual.shape, visual) & visual
@@ -92,15 +89,21 @@ def _by_logits(
     by_place = logits.new_full((rows, heads, layer.seen + 1), -torch.inf)
     # what is no key goes to a place behind the last
     by_place = by_place.scatter(2, torch.where(own >= 0, own, layer.seen), logits)[..., : layer.seen]
-    end = table.shape[1]
-    at = torch.where((index >= 0) & (index < end), index, end)
-    stored = torch.zeros(*index.shape[:2], end + 1, dtype=torch.bool, device=index.device).scatter(2, at, True)
-    visual = (table[..., 0] >= 0) & stored.any(1)[:, :end]
+    _, visual = _stored_visual(index, table)
     memory.move(index.device)
     chosen = policy.recall_by_logits(by_place, visual, memory.count)
     chosen = check_tensor(policy, "recall_by_logits()", chosen, "bool", visual.shape, visual) & visual
     memory.chosen = chosen
     return SparseRead(chosen | ~visual, layer.index, None)
+
+
+def _stored_visual(index: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """The places ``[B, heads, K]`` long of an ``index [B, heads, K]`` long in a ``table [B, n, 4]``, ``n`` for all others; and
+    ``[B, n]`` bool, the places of visual tokens that some head stores."""
+    end = table.shape[1]
+    at = torch.where((index >= 0) & (index < end), index, end)
+    stored = torch.zeros(*at.shape[:2], end + 1, dtype=torch.bool, device=at.device).scatter_(2, at, True)
+    return at, (table[..., 0] >= 0) & stored.any(1)[:, :end]
 
 
 def read_layer(
