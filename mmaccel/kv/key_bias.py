@@ -102,8 +102,7 @@ class KeyBias:
     def keys(self, places: Tensor) -> Tensor:
         """The rotated bias of the keys from ``places [B, 1 or Hkv, K]``, ``[B, Hkv, K, D]`` float32; zero for none."""
         cos, sin = self.rotations.at(places)
-        first, second = self._vector(places).chunk(2, dim=-1)
-        first, second = first[:, None], second[:, None]
+        first, second = self._vector(places)[:, None].chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
     def products(self, query: Tensor, places: Tensor) -> Tensor:

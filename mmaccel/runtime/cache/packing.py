@@ -129,11 +129,9 @@ class PackKeys(Run):
         memory = state.shared.memory(Rotations)
         if memory is None:
             memory = state.shared.keep(Rotations.none(cos.expand(len(places), -1, -1)))
-        if not memory.cos.shape[1] and any(layer.packed.any_pages for layer in state.layers):
-            # what is packed was packed with its bias
-            memory.note(cos, sin, places, incoming.seen, incoming.length)
-        else:
-            memory.note(cos, sin, places, incoming.seen, incoming.length, before)
+        # what was packed before the first note was packed with its bias
+        late = not memory.cos.shape[1] and any(layer.packed.any_pages for layer in state.layers)
+        memory.note(cos, sin, places, incoming.seen, incoming.length, None if late else before)
 
     def finish(self) -> None:
         """Pack the layers that waited for the end of the forward, and add them to the statistics."""
