@@ -149,7 +149,8 @@ class CompressedLayer(HostLayer):
         key_states, value_states = in_attention_dtype(*given)
         if self.shared.static_view is not None:
             return self.shared.static_view.layers[self.number].write(key_states, value_states)
-        self.fetch()
+        if self.shared.host is not None:
+            self.fetch()
         incoming, new = self.shared.incoming, key_states.shape[-2]
         expected_new_tokens = None if incoming is None else incoming.expected_new_tokens
         self._note(incoming, key_states.shape[0], new, key_states.device)

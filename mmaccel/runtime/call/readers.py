@@ -163,8 +163,9 @@ def _layer_attended(forward: Forward, number: int, given: Attention) -> tuple[Qu
     as_stored = False
     if layer is not None:
         layer.window = given.window
-        # a layer that reads the keys of another finds them parked
-        layer.fetch()
+        if layer.shared.host is not None:
+            # a layer that reads the keys of another finds them parked
+            layer.fetch()
         as_stored = reads_as_stored(layer, forward.incoming, given.query)
         if as_stored and given.base == "eager":
             # eager attention returns its weights
