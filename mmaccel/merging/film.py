@@ -180,15 +180,14 @@ def newline_targets(tokens: TokenBatch, count: Tensor) -> tuple[Tensor, Tensor, 
     """The tokens that have a cell, ``[N, n]`` bool; ``count [N]`` on their device; and ``[N, n]`` long, the own slot of those
     without a cell (newlines) that the budget has room for beside them, -1 for all others."""
     celled, count = tokens.celled, count.to(tokens.valid.device)
-    extra = spare(tokens.valid & ~celled, count - celled.sum(1))
-    return celled, count, torch.where(extra, torch.arange(celled.shape[1], device=celled.device), -1)
-
-
-def spare(others: Tensor, count: Tensor) -> Tensor:
-    """``[N, n]`` bool: the first ``count [N]`` (0 if negative) of ``others [N, n]``."""
-    return others & (others.cumsum(1) <= count[:, None])
+    return (
+        celled,
+        count,
+        torch.where(spare_newlines(tokens, count), torch.arange(celled.shape[1], device=celled.device), -1),
+    )
 
 
 def spare_newlines(tokens: TokenBatch, count: Tensor) -> Tensor:
     """``[N, n]`` bool: the first tokens without a cell, as many as ``count [N]`` leaves room for behind those with one."""
-    return spare(tokens.valid & ~tokens.celled, count.to(tokens.valid.device) - tokens.celled.sum(1))
+    others, room = tokens.valid & ~tokens.celled, count.to(tokens.valid.device) - tokens.celled.sum(1)
+    return others & (others.cumsum(1) <= room[:, None])

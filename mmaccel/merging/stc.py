@@ -9,7 +9,7 @@ from ..core.masks import top_in_groups
 from ..core.reduction import Reduction
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
-from .film import share, spare
+from .film import share, spare_newlines
 from .vidcom2 import copies_in, nearness, part_means, quiet_channels
 
 
@@ -59,9 +59,8 @@ class StcPruner(ProjectorMethod):
         x = normalize(seen, dim=-1)
         near = nearness(x, part_means(x, frame, frames), frame) + nearness(x, memory, chunk)
         near = of_first(near, copies_in(seen, frame))
-        extra = spare(tokens.valid & ~here, count.to(here.device) - here.sum(1))
         part, kept = share(frame, count)
-        return Reduction(top_in_groups(-near, part, kept) | extra, tokens.valid)
+        return Reduction(top_in_groups(-near, part, kept) | spare_newlines(tokens, count), tokens.valid)
 
     def chunks(self, frame: Tensor) -> Tensor:
         """``[N, n]`` long: the chunk of the frame ``frame [N, n]`` of every token; -1 of none."""

@@ -9,7 +9,7 @@ from ..core.masks import group_sizes, top_in_groups
 from ..core.reduction import Reduction
 from ..method import Grid, ProjectorMethod, TokenBatch, register
 from ..method.blocks import frame_numbers
-from .film import spare
+from .film import spare_newlines
 from .vidcom2 import copies_in, part_means
 
 _LEAST = 1e-6
@@ -71,7 +71,7 @@ class VCAST(ProjectorMethod):
         low, high = (one.gather(1, onto) for one in bounds)
         score = 1 - (normalize(x, dim=-1) * mine).sum(-1) + (length - low) / (high - low + _LEAST)
         kept = top_in_groups(of_first(score, copies_in(x, part)), part, shares)
-        return Reduction(kept | spare(tokens.valid & ~here, count.to(part.device) - here.sum(1)), tokens.valid)
+        return Reduction(kept | spare_newlines(tokens, count), tokens.valid)
 
     def shared(self, count: int, path: Tensor, sizes: list[int]) -> list[int]:
         """Number of ``count`` tokens that every frame keeps, of ``path [T, D]`` and ``sizes``."""

@@ -10,7 +10,7 @@ from ..core.masks import group_sizes, top_in_groups
 from ..core.reduction import Reduction
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import BLOCK, frame_numbers
-from .film import spare
+from .film import spare_newlines
 
 #: variances of the Gaussians by which a token is near a centre, as in the program
 _WIDTHS = (0.125, 0.25, 0.5, 1.0, 2.0)
@@ -67,8 +67,7 @@ class VidCom2(ProjectorMethod):
         rows = zip(count.tolist(), sizes.tolist(), (scale * sizes).tolist(), strict=True)
         shares = torch.tensor([apportion(k, size, share) for k, size, share in rows], device=part.device)
         kept = top_in_groups(-of_first(video + frame, copies_in(seen, part)), part, shares.view_as(sizes))
-        extra = spare(tokens.valid & ~here, count.to(part.device) - here.sum(1))
-        return Reduction(kept | extra, tokens.valid)
+        return Reduction(kept | spare_newlines(tokens, count), tokens.valid)
 
 
 def part_means(x: Tensor, part: Tensor, groups: int) -> Tensor:

@@ -10,7 +10,7 @@ from ..core.reduction import Reduction, top_mask
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.blocks import nearest_kept
 from .everest import moved
-from .film import Film, spare
+from .film import Film, spare_newlines
 
 
 @register
@@ -44,7 +44,7 @@ class Vtm(ProjectorMethod):
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> the target that each token flows into."""
         here, count = tokens.celled, count.to(tokens.valid.device)
-        extra = spare(tokens.valid & ~here, count - here.sum(1))
+        extra = spare_newlines(tokens, count)
         chosen = self._chosen(tokens, count)
         slot = torch.arange(here.shape[1], device=here.device).expand_as(here)
         into = nearest_kept(tokens.features, chosen, here)
