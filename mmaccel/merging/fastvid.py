@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 from ..core.reduction import Reduction, top_mask
 from ..method import AttentionGuided, Grid, TokenBatch, register
 from ..method.density_peaks import centres, density_peaks
-from .film import Clip, Flat, by_clip, joined, themselves
+from .film import Clip, Flat, by_clip, frame_means, joined, themselves
 from .segments import changing_segments
 
 
@@ -85,7 +85,7 @@ class FastVID(AttentionGuided):
 
     def frames(self, x: Tensor, valid: Tensor) -> Tensor:
         """``[T, D]``, the features by which frames are compared: the mean of their tokens ``x [T, P, D]``, ``valid [T, P]``."""
-        return (x * valid[..., None]).sum(1) / valid.sum(1).clamp(min=1)[:, None]
+        return frame_means(x, valid)
 
     def clip(self, x: Tensor, attention: Tensor, valid: Tensor, count: int) -> Flat:
         """The links of one clip ``x [T, P, D]``, ``attention [T, P]``, ``valid [T, P]`` bool (cells with a token), of which

@@ -117,6 +117,11 @@ def by_clip(tokens: TokenBatch, count: Tensor, links: Callable[[Clip], Flat]) ->
     return Reduction(kept, tokens.valid, Links(batch, slot, source, weight).sorted(here.shape[1]))
 
 
+def frame_means(x: Tensor, valid: Tensor) -> Tensor:
+    """``[T, D]``: the mean of the tokens of every frame of ``x [T, P, D]`` that are ``valid [T, P]``; 0 without any."""
+    return (x * valid[..., None]).sum(1) / valid.sum(1).clamp(min=1)[:, None]
+
+
 def joined(parts: Iterable[Flat]) -> Flat:
     """The links of several parts as one."""
     slot, source, weight = (torch.cat(part) for part in zip(*parts, strict=True))

@@ -11,7 +11,8 @@ from ..core.budget import apportion
 from ..core.reduction import Reduction, top_mask
 from ..method import AttentionGuided, Grid, TokenBatch, register
 from ..method.density_peaks import centres, density_peaks, nearest_centre
-from .film import Clip, Flat, by_clip, themselves
+from .film import Clip, Flat, by_clip, frame_means, joined, themselves
+from .segments import changing_segments
 
 #: the program's factor of attention, and the most neighbours of a density
 _SCALE, _NEIGHBOURS = 1e6, 7
@@ -88,20 +89,11 @@ class FlashVIDMerge(AttentionGuided):
         each = [max(0, one) for one in each]
         # an earlier stage may have left nothing of all frames of a segment
         cuts = [(first, last) for first, last in self.cut(x, valid) if bool(size[first : last + 1].any())]
-        parts = [self.segment(x, attention, valid, each, *ends) for ends in cuts]
-        slot, source, weight = (torch.cat(part) for part in zip(*parts, strict=True))
-        return slot, source, weight
+        return joined(self.segment(x, attention, valid, each, *ends) for ends in cuts)
 
     def cut(self, x: Tensor, valid: Tensor) -> list[tuple[int, int]]:
         """First and last frame of every segment."""
-        means = (x * valid[..., None]).sum(1) / valid.sum(1).clamp(min=1)[:, None]
-        cosine = torch.cosine_similarity(means[:-1], means[1:], dim=-1)
-        ends = cosine < self.threshold
-        missing = self.segments - 1 - int(ends.sum())
-        if missing > 0:
-            ends[cosine.masked_fill(ends, torch.inf).argsort(stable=True)[: min(missing, int((~ends).sum()))]] = True
-        last = [*ends.nonzero()[:, 0].tolist(), len(x) - 1]
-        return list(zip([0, *(end + 1 for end in last[:-1])], last, strict=True))
+        return changing_segments(frame_means(x, valid), self.segments - 1, self.threshold)
 
     def segment(self, x: Tensor, attention: Tensor, valid: Tensor, each: list[int], first: int, last: int) -> Flat:
         """Links of the frames ``first`` to ``last``, which may keep ``each`` tokens."""
@@ -132,11 +124,7 @@ class FlashVIDMerge(AttentionGuided):
         weight = 1.0 / (total[root[source]] * members[home.clamp(min=0)]).float()
         stays = home >= 0
         alone = (picked & inside).flatten().nonzero()[:, 0]
-        return (
-            torch.cat([alone, home[stays]]),
-            torch.cat([alone, source[stays]]),
-            torch.cat([torch.ones(len(alone), device=x.device), weight[stays]]),
-        )
+        return joined([themselves(alone), (home[stays], source[stays], weight[stays])])
 
     def picks(self, x: Tensor, attention: Tensor, means: Tensor, count: int) -> Tensor:
         """``[n]`` bool: ``count`` diverse tokens of one frame ``x [n, D]``; ``means [T, D]`` of the segment's frames."""

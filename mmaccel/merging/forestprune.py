@@ -58,7 +58,7 @@ class ForestPrune(ProjectorMethod):
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> the tokens near the roots."""
 
         def links(clip: Clip) -> Flat:
-            at = clip.slots.clamp(min=0)
+            at = clip.slots
             cells, side = tokens.cells[clip.row, at][..., 1:].float(), tokens.grid[clip.row, 1:]
             place = cells / (side.to(cells.device) - 1).clamp(min=1)
             return themselves(self.clip(tokens.features[clip.row, at].float(), place, clip.valid, clip.count))

@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 from ..core.reduction import Reduction
 from ..method import ProjectorMethod, TokenBatch, register
 from ..method.density_peaks import centres, density_peaks, nearest_centre
-from .film import Clip, Flat, by_clip
+from .film import Clip, Flat, by_clip, frame_means
 
 
 @register
@@ -68,8 +68,7 @@ class PruneVidMerge(ProjectorMethod):
         """``[T, P]`` long: the cell ``t P + p`` that each token of a clip ``x [T, P, D]``, ``valid [T, P]`` bool (cells with a
         token), flows into, where clustering keeps the share ``retain`` of every part."""
         x, (frames, places) = x.float(), valid.shape
-        mean = (x * valid[..., None]).sum(1) / valid.sum(1, keepdim=True).clamp(min=1)
-        label = self._clusters(mean, max(1, int(frames * self.scenes)))
+        label = self._clusters(frame_means(x, valid), max(1, int(frames * self.scenes)))
         cells = torch.arange(frames * places, device=x.device).view(frames, places)
         into = cells.clone()
         for first, last in scenes_of(label.tolist()):

@@ -45,7 +45,7 @@ def static_segments(similar: Tensor, longest: int = 1024) -> tuple[list[tuple[in
 
 
 def changing_segments(frames: Tensor, cuts: int, tau: float) -> list[tuple[int, int]]:
-    """First and last frame of FastVID's segments of ``frames [T, D]``.
+    """First and last frame of the segments of ``frames [T, D]``.
 
     Segments end after the ``cuts`` frames of lowest cosine with the next one (the earlier on a tie), and after every frame
     whose cosine with the next one is below ``tau``.
