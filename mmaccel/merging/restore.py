@@ -7,8 +7,9 @@ from mmaccel_kernels.copies import first_copies, of_first, pairs_of_first
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..core.reduction import Links, Reduction
+from ..core.reduction import Reduction
 from ..method import ProjectorMethod, TokenBatch, register
+from ..method.density_peaks import centres
 from ..method.registry import get_method
 
 
@@ -44,18 +45,14 @@ class RestoreMerge(ProjectorMethod):
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``count [N]`` -> tokens of ``base``, and groups of the others."""
         valid, count = tokens.valid, count.to(tokens.valid.device)
-        kept = self.retained(tokens, count // 2).clone()
+        kept = self.retained(tokens, count // 2)
         target = torch.where(kept, torch.arange(kept.shape[1], device=kept.device), -1)
         for row, groups in enumerate((count - count // 2).tolist()):
             at = (valid[row] & ~kept[row]).nonzero()[:, 0]
             if groups and len(at):
                 target[row, at] = at[self.groups(tokens.features[row, at], groups)]
-        batch, source = (target >= 0).nonzero(as_tuple=True)
-        slot = target[batch, source]
-        kept[batch, slot] = True
-        members = torch.zeros_like(target).index_put_((batch, slot), torch.ones_like(slot), accumulate=True)
-        alone = torch.equal(slot, source)
-        return Reduction(kept, valid, None if alone else Links(batch, slot, source, 1.0 / members[batch, slot].float()))
+        made = Reduction.merge(target, valid)
+        return Reduction(made.kept, valid) if torch.equal(made.kept, target >= 0) else made
 
     def retained(self, tokens: TokenBatch, count: Tensor) -> Tensor:
         """``[N, n]`` bool: the ``count [N]`` tokens that ``base`` keeps."""
@@ -74,13 +71,11 @@ class RestoreMerge(ProjectorMethod):
     def owners(self, features: Tensor, count: int) -> Tensor:
         """``[n]`` long: the anchor that each token of ``features [n, D]`` joins, of ``count``."""
         x = normalize(features.float(), dim=-1)[None]
-        first, size = first_copies(x), len(features)
+        first = first_copies(x)
         like = pairs_of_first(torch.bmm(x, x.mT), first, 1.0)
         density = of_first(like.sum(2), first)
         sparser = density[:, None] < density[..., None]
         # the least dense has no other to be like
         nearest = like.masked_fill(~sparser, -torch.inf).amax(2).masked_fill(~sparser.any(2), 0.0)
-        anchors = (density * (1 - nearest))[0].argsort(descending=True, stable=True)[:count].sort().values
-        owner = anchors[like[0][:, anchors].argmax(1)]
-        own = torch.arange(size, device=owner.device)
-        return owner.scatter(0, anchors, own[anchors])
+        anchors = centres(density * (1 - nearest), count)[0]
+        return anchors[like[0][:, anchors].argmax(1)].scatter(0, anchors, anchors)
