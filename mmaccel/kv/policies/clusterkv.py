@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ...core.masks import true_first
 from ...method import KeyUnits, ReadingPolicy, ReadStep, register
 from ...method.sparse_read import agree, by_kv_head
 from .squeezed_attention import _members, _nearest
@@ -56,7 +57,7 @@ class ClusterKV(ReadingPolicy):
         most = self.clusters if isinstance(self.clusters, int) else int(self.clusters * keys.shape[2] + 0.5)
         start = torch.arange(min(max(1, most), max(1, keys.shape[2])), device=keys.device)
         at = ((2 * start + 1) * size // (2 * own)).clamp(max=max(0, keys.shape[2] - 1))
-        at = there.byte().argsort(dim=-1, descending=True, stable=True).gather(2, at)
+        at = true_first(there).gather(2, at)
         centres, absent = keys.gather(2, at[..., None].expand(-1, -1, -1, keys.shape[3])), start >= own
         for _ in range(self.iterations):
             labels = _nearest(2 * keys, centres, absent).masked_fill(~there, len(start))

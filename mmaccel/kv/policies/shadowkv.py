@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from ...core.masks import ranks
 from ...method import KeyUnits, ReadingPolicy, ReadStep, register
 from ...method.sparse_read import agree, by_kv_head
 
@@ -54,7 +55,7 @@ class ShadowKV(ReadingPolicy):
         landmarks = keys.sum(3) / there.sum(3).clamp(min=1)[..., None]
         alike = cosine_similarity(keys.float(), landmarks.float()[:, :, :, None], dim=-1)
         least = alike.masked_fill(~there, torch.inf).amin(3)
-        order = least.argsort(dim=-1, stable=True).argsort(dim=-1)
+        order = ranks(least.argsort(dim=-1, stable=True))
         return {"landmarks": landmarks.to(units.keys.dtype), "order": order.int()}
 
     def rate(self, step: ReadStep) -> Tensor:

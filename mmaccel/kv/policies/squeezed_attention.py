@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ...core.masks import true_first
 from ...method import KeyUnits, Observed, ReadingPolicy, ReadStep, register
 from ...method.sparse_read import Picked, agree, best, by_kv_head
 
@@ -83,7 +84,7 @@ class SqueezedAttention(ReadingPolicy):
         start = torch.arange(most, device=keys.device)
         absent = start >= own[..., None]
         at = (2 * start + 1) * size[..., None] // (2 * own[..., None].clamp(min=1))
-        at = there.byte().argsort(dim=-1, descending=True, stable=True).gather(2, at.clamp(max=keys.shape[2] - 1))
+        at = true_first(there).gather(2, at.clamp(max=keys.shape[2] - 1))
         at = at[..., None].expand(-1, -1, -1, keys.shape[3])
         directions = torch.nn.functional.normalize(keys.float(), dim=-1)
         doubled, gone = 2 * directions, ~there

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ...core.reduction import top_mask
 from ...errors import MmaccelError
 from ...method import KeyBatch, Policy, register
 
@@ -61,9 +62,7 @@ class VisionPulse(Policy):
             return self._blocks(logits, behind, number, count)[:, :places] & visual
         mass = _mass(logits / self.tau, behind[:, None])
         most = self._share(mass, number, count).floor().long().clamp(min=1)
-        score = logits.mean(1)[:, :places].masked_fill(~visual, -torch.inf)
-        ranks = score.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-        return visual & (ranks < most[:, None])
+        return top_mask(logits.mean(1)[:, :places], visual, most)
 
     def _blocks(self, logits: Tensor, visual: Tensor, number: Tensor, count: Tensor) -> Tensor:
         """``[B, n]`` bool: the places of blocks that are read."""
@@ -73,9 +72,7 @@ class VisionPulse(Policy):
         score = cut.amax(-1).softmax(-1)
         mass = (score * seen[:, None]).sum(-1).amax(1)
         blocks = (self._share(mass, number, count) / self.block).ceil().long().clamp(min=1)
-        mean = score.mean(1).masked_fill(~seen, -torch.inf)
-        read = mean.argsort(dim=1, descending=True, stable=True).argsort(dim=1) < blocks[:, None]
-        return (read | ~seen).repeat_interleave(self.block, dim=1)
+        return (top_mask(score.mean(1), seen, blocks) | ~seen).repeat_interleave(self.block, dim=1)
 
     def _share(self, mass: Tensor, number: Tensor, count: Tensor) -> Tensor:
         """``[B]`` float32: how many visual keys of a ``number [B]`` of them the ``mass [B]`` asks for, within the budget."""
