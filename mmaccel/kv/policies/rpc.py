@@ -4,11 +4,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d, max_pool1d
 
 from ...method import KeyBatch, register
 from ..scoring.copies import of_first_keys
-from .snapkv import SnapKV, own_keys
+from .snapkv import SnapKV, own_keys, smoothed
 
 
 @register
@@ -62,7 +61,4 @@ class RPC(SnapKV):
         paid = logits.masked_fill(~written[:, None, None, None], -torch.inf).softmax(-1).nan_to_num(0.0)
         paid = of_first_keys(paid.masked_fill(~asks, 0.0).sum(3).mean(2), keys.keys, written)
         paid = paid.mean(1, keepdim=True).expand_as(paid) if self.shared else paid
-        pool = avg_pool1d if self.pooling == "avg" else max_pool1d
-        score = pool(paid.double(), self.kernel, stride=1, padding=self.kernel // 2).float()
-        score = score.masked_fill(~written[:, None], torch.inf)
-        return score.masked_fill(~keys.valid[:, None], -torch.inf)
+        return smoothed(paid, ~written, keys, self.pooling, self.kernel)
