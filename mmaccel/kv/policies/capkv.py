@@ -7,6 +7,7 @@ from torch.nn.functional import normalize
 from ...method import KeyBatch, register
 from ..scoring.copies import of_first_keys
 from .expected_attention import ExpectedAttention
+from .leverage import unexplained
 
 
 @register
@@ -46,7 +47,6 @@ class CapKV(ExpectedAttention):
             most = cosine.amax(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
             weight = (self.tau * (cosine - most)).exp()
             gram = (values * (weight + 1e-6)[..., None]).mT @ values
-            factor, _ = torch.linalg.cholesky_ex(gram + torch.eye(gram.shape[-1], device=gram.device))
-            score += weight * (values * torch.cholesky_solve(values.mT, factor).mT).sum(-1)
+            score += weight * unexplained(values, gram, 1.0)
         score = of_first_keys(score / means.shape[2], keys.keys, keys.valid & ~first)
         return score.masked_fill((first & keys.valid)[:, None], torch.inf)

@@ -1,7 +1,5 @@
 """Compactor: leverage scores and non-causal attention."""
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -42,7 +40,7 @@ class Compactor(NonCausalAttention):
     def check(self, family: ModelFacts) -> None:
         """See :class:`~mmaccel.kv.policies.leverage.Leverage`."""
         super().check(family)
-        dataclasses.replace(self._leverage).check(family)
+        self._leverage.check(family)
 
     @property
     def _leverage(self) -> Leverage:

@@ -65,10 +65,13 @@ class Leverage(Policy):
         x = keys.unrotated.float()
         mean = x.masked_fill(~own, 0.0).sum(2, keepdim=True) / own.sum(2, keepdim=True).clamp(min=1)
         x = (x - mean).masked_fill(~own, 0.0) @ self.projection(x)
-        gram = x.mT @ x
-        factor, _ = torch.linalg.cholesky_ex(gram + JITTER * torch.eye(gram.shape[-1], device=x.device))
-        score = (x * torch.cholesky_solve(x.mT, factor).mT).sum(-1).clamp(min=0)
-        return of_first_keys(score, keys.unrotated, among)
+        return of_first_keys(unexplained(x, x.mT @ x, JITTER).clamp(min=0), keys.unrotated, among)
+
+
+def unexplained(x: Tensor, gram: Tensor, ridge: float) -> Tensor:
+    """``[..., K]``: ``x_k (gram + ridge I)^-1 x_k`` for every row of ``x [..., K, D]``, with ``gram [..., D, D]``, float32."""
+    factor, _ = torch.linalg.cholesky_ex(gram + ridge * torch.eye(gram.shape[-1], device=x.device))
+    return (x * torch.cholesky_solve(x.mT, factor).mT).sum(-1)
 
 
 def standardised(score: Tensor, among: Tensor) -> Tensor:
