@@ -3,6 +3,7 @@
 import torch
 from mmaccel_kernels.copies import first_copies, pairs_of_first
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction
 from ..method import ProjectorMethod, Tap, TokenBatch, register
@@ -98,8 +99,7 @@ class MMTok(ProjectorMethod):
 
 
 def _unit(x: Tensor) -> Tensor:
-    x = x.float()
-    return x / x.norm(dim=-1, keepdim=True).clamp(min=_LEAST)
+    return normalize(x.float(), dim=-1, eps=_LEAST)
 
 
 def _shares(logits: Tensor, seen: Tensor) -> Tensor:
