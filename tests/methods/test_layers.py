@@ -612,7 +612,9 @@ def test_shares_of_the_depth_that_fall_together() -> None:
 # --- the papers -------------------------------------------------------------------------------------------------------
 def layers_at(name: str, depth: int, deepstack: int = 0) -> list[int]:
     """The layers a recipe works at in a language model of ``depth`` layers."""
-    family = SimpleNamespace(depth=depth, attending=range(depth), deepstack=deepstack, has_cls=True)
+    family = SimpleNamespace(
+        depth=depth, attending=range(depth), deepstack=deepstack, has_cls=True, rope_kind=lambda layer: "default"
+    )
     built = [m for _, m in mmaccel.get_recipe(name).build() if isinstance(m, LayerMethod)]
     return [m.fit(family).layer for m in built]  # type: ignore[arg-type, attr-defined]
 
