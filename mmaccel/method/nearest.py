@@ -41,7 +41,8 @@ _PLAIN = frozenset("the and that with for are from its into others then what the
 
 
 def suggest(name: str, known: Mapping[str, str]) -> str:
-    """End of a sentence about an unknown name: ``; did you mean ...?``, and what does the same; else the list of what there is.
+    """End of a sentence about an unknown name: ``; did you mean ...?``, and what does the same; where nothing is like it, the
+    names closest in spelling and the command that lists all.
 
     known : what each known name does, in a few words; its summary and its sites.
     """
@@ -61,7 +62,8 @@ def suggest(name: str, known: Mapping[str, str]) -> str:
     texts = [" ".join(almost) or name, *(known[one] for one in spelled)]
     alike = next(filter(None, (_alike(text, known, {*spelled, "none"}) for text in texts)), [])
     if not spelled and not alike:
-        return f"; known are {', '.join(sorted(known))}."
+        closest = difflib.get_close_matches(_plain(name), plain, n=_MOST, cutoff=0.0)
+        return f"; closest in spelling are {', '.join(repr(plain[one]) for one in closest)}. mmaccel methods lists all."
     parts = [f"; did you mean {' or '.join(map(repr, spelled))}?" if spelled else ";"]
     if alike:
         parts.append(f"{'Nearest' if spelled else 'nearest'} in what they do: {', '.join(map(repr, alike))}.")

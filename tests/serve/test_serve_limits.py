@@ -240,6 +240,39 @@ def test_odd_requests(served, name, caplog):
     until(lambda: served.scheduler.present == 0)
 
 
+@pytest.mark.parametrize("length", [b"Content-Length: 50000000", b"Transfer-Encoding: chunked"])
+@pytest.mark.parametrize("more", [(), (b"Connection: close",)], ids=["", "close"])
+@pytest.mark.parametrize(
+    ("path", "kind", "status"),
+    [
+        (b"/nothing", JSON, b"404"),
+        (b"/v1/chat/completions", b"Content-Type: text/plain", b"415"),
+        (b"/v1/streams", b"Content-Type: text/plain", b"415"),
+    ],
+)
+def test_an_answer_before_the_body_says_that_the_connection_closes(served, length, more, path, kind, status):
+    """Once. Clients that go on sending get the whole answer, and the end of the connection, which is not reset."""
+    piece = b"10000\r\n" + b"x" * 65536 + b"\r\n" if b"chunked" in length else b"x" * 65536
+    found = b""
+    with socket.create_connection(where(served), 10) as connection:
+        connection.sendall(head(kind, length, *more, path=path) + piece)
+        while b"}}" not in found and (part := connection.recv(4096)):
+            found += part
+        for _ in range(20):
+            connection.sendall(piece)
+        assert connection.recv(4096) == b""
+    assert found.startswith(b"HTTP/1.1 " + status) and found.endswith(b"}}"), found
+    assert found.lower().count(b"connection: close") == 1, found
+
+
+def test_an_answer_behind_the_body_keeps_the_connection(served):
+    """Refusals too."""
+    begun = head(LENGTH, b"Content-Type: text/plain") + ASK
+    found = hostile.raw(where(served), begun, head(b"Connection: close", method=b"GET", path=b"/health"))
+    assert found.startswith(b"HTTP/1.1 415") and found.count(b"HTTP/1.1 200") == 1
+    assert found.lower().partition(b"http/1.1 200")[0].count(b"connection: close") == 0
+
+
 def test_requests_one_behind_the_other(served):
     """Without waiting for answers (pipelining), each is answered in its turn."""
     ask, health = head(JSON, LENGTH) + ASK, head(method=b"GET", path=b"/health")

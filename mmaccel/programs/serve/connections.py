@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import h11
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 #: connections at a time, and file descriptors that are left for everything else
@@ -33,11 +36,31 @@ def limit() -> int:
     return CONNECTIONS if soft == resource.RLIM_INFINITY else min(CONNECTIONS, max(8, soft - SPARE))
 
 
+class _Draining:
+    """A transport whose ``close`` does nothing if ``drain`` returns True: an unread request would reset the connection."""
+
+    def __init__(self, transport: asyncio.Transport, drain: Callable[[], bool]) -> None:
+        self._transport, self._drain = transport, drain
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def close(self) -> None:
+        """Close the transport, unless it drains."""
+        if not self._drain():
+            self._transport.close()
+
+
 class Connection(H11Protocol, asyncio.BufferedProtocol):
-    """uvicorn's protocol with limits. Of too many connections the one that is idle for longest is closed."""
+    """uvicorn's protocol with limits. Of too many connections the one that is idle for longest is closed.
+
+    A request may be answered before its body was read. The answer then has ``Connection: close``; the server closes its half
+    of the connection, and reads and ignores the rest of the body, so that the client reads the answer.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._inner, self.app = self.config.loaded_app, self._announced
         self._buffer: memoryview | None = None
         self._since = time.monotonic()
         self._late: asyncio.TimerHandle | None = None
@@ -50,9 +73,19 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         """Whether there is no request with complete headers."""
         return self.cycle is None or self.cycle.response_complete
 
+    async def _announced(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application; an answer that begins before the body was read says that the connection will close."""
+
+        async def announcing(message: Message) -> None:
+            if message["type"] == "http.response.start" and self.conn.their_state is h11.SEND_BODY:
+                message = {**message, "headers": [*message.get("headers", ()), CLOSE_HEADER]}
+            await send(message)
+
+        await self._inner(scope, receive, announcing)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Close the oldest idle connection if there are too many."""
-        super().connection_made(transport)
+        super().connection_made(_Draining(transport, self._drain))  # type: ignore[arg-type]
         if len(self.connections) > limit():
             others = (one for one in self.connections if isinstance(one, Connection) and one.idle and one is not self)
             oldest = min(others, key=lambda one: one._since, default=self)
@@ -86,15 +119,19 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self._wait()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request. The rest of this one is read and ignored, so that the client reads the answer."""
+        """Wait for the next request, or for the rest of this one."""
         super().on_response_complete()
-        if self.transport.is_closing():
-            return
-        if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
-            self._done = True
-            with suppress(OSError):
-                self.transport.write_eof()
-        self._wait()
+        if not self.transport.is_closing():
+            self._wait()
+
+    def _drain(self) -> bool:
+        """Whether a connection that would be closed stays half open, since an answered request is still being sent."""
+        if self._done or self.conn.their_state is not h11.SEND_BODY or not self.cycle.response_complete:
+            return False
+        self._done = True
+        with suppress(OSError):
+            self.transport.write_eof()
+        return True
 
     def send_400_response(self, msg: str) -> None:
         """Refuse invalid HTTP, unless an answer has begun."""
