@@ -19,12 +19,13 @@ import pytest
 import torch
 import zoo
 
-from mmaccel import MmaccelError, UnsupportedError, accelerate_vlm
+from mmaccel import MmaccelError, UnsupportedError, __version__, accelerate_vlm
 from mmaccel.cli import doctor, main
 from mmaccel.families import described, families, family_of
 from mmaccel.integrations import vllm
-from mmaccel.integrations.vllm import ARCHITECTURES, checks, digits, models, processor
+from mmaccel.integrations.vllm import ARCHITECTURES, checks, counters, digits, models, processor
 from mmaccel.integrations.vllm.architectures import joined
+from mmaccel.integrations.vllm.counters import Counters
 from mmaccel.integrations.vllm.model import Item, ReducedModel
 from mmaccel.integrations.vllm.plan import ServingPlan
 from mmaccel.integrations.vllm.positions import Place, expanded, filled_in, provisional
@@ -351,6 +352,9 @@ def test_settings_of_an_override():
         ({"recipe": "divprun"}, "did you mean 'divprune'"),
         ({"retain": 0.1}, "needs an object with a recipe"),
         ({"recipe": "divprune", "retain": 2.5}, "outside"),
+        ({"recipe": "divprune", "retain": {"clip": 0.1}}, "one for 'video', got 'clip'"),
+        ({"recipe": "divprune", "retain": {"video": 0}}, "retain of video=0 keeps no token"),
+        ({"recipe": "none", "retain": {"video": 0.1}}, "retain=0.1 has no meaning"),
         ({"recipe": "divprune", "numbering": "mine"}, "numbering='mine'"),
         ({"recipe": "divprune", "layer": 3}, "is not an option"),
         ({"recipe": "divprune", 3: 4}, "is not an option"),
@@ -445,7 +449,31 @@ def test_a_configuration_that_fails_is_none_of_ours(stub):
 )
 def test_a_request_s_budget(processing, budget):
     found = request_of(processing)
-    assert found == budget and type(found) is type(budget)
+    assert found == dict.fromkeys(("image", "video"), budget) and type(found["image"]) is type(budget)
+
+
+@pytest.mark.parametrize("spelled", [lambda retain: {"retain": retain}, lambda retain: {"mmaccel": {"retain": retain}}])
+def test_a_request_s_budgets_of_pictures_and_clips(spelled):
+    assert request_of(spelled({"image": 64, "video": 0.1})) == {"image": 64, "video": 0.1}
+    assert request_of(spelled({"video": 0.1, "image": None})) == {"image": None, "video": 0.1}
+    assert request_of(spelled({})) == {"image": None, "video": None}
+    assert given(**spelled({"video": 0.1})) == {FIELD: {"image": (0, 0), "video": (1, 10)}}
+
+
+def test_a_server_s_budgets_of_pictures_and_clips():
+    served = settings_of({"recipe": "divprune", "retain": {"image": 1.0, "video": 0.125}})
+    assert served.fingerprint() != settings_of({"recipe": "divprune", "retain": {"image": 1.0}}).fingerprint()
+    ours = ServingPlan(served, config("qwen2_5_vl"), QWEN)
+    grids = {m: {f"{m}_grid_thw": torch.tensor([[1 if m == "image" else 4, 16, 16]])} for m in ("image", "video")}
+    for budget, kept in ((None, [64, 32]), (0.5, [32, 128]), (False, [64, 256])):
+        pictures = [ours.pictures(m, grids[m], n)[0] for m, n in (("image", 64), ("video", 256))]
+        found = [ours.count(m, picture, budget) for m, picture in zip(grids, pictures, strict=True)]
+        assert [one.total for one in found] == kept
+    rows = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+    encoded, taps = VisionOutput(grids["video"], 256), Taps(ours.family, ours.wanted)
+    assert len(ours.reduce("video", [pictures[1]], [rows], [32], None, encoded, taps)[0][0]) == 32
+    with pytest.raises(UnsupportedError, match="retain of video has no effect"):
+        ServingPlan(served, config("llava"), LLAVA)
 
 
 @pytest.mark.parametrize(
@@ -469,6 +497,10 @@ def test_a_request_s_budget(processing, budget):
         ({"retain": float("inf")}, "retain=inf"),
         ({"retain": 0.1, "mmaccel": {"retain": 0.1}}, "one budget"),
         ({"retain": 0.1, "mmaccel": False}, "one budget"),
+        ({"retain": {"audio": 0.1}}, "one budget for 'image' and one for 'video', got 'audio'"),
+        ({"retain": {"image": 0.1, 3: 0.1}}, "got 3; leave it out"),
+        ({"retain": {"image": 1.5}}, "retain of image=1.5 is outside"),
+        ({"mmaccel": {"retain": {"video": False}}}, "retain of video=False is not a budget"),
     ],
     ids=str,
 )
@@ -534,9 +566,9 @@ def given(**processing):
 
 def test_both_spellings_of_a_budget_are_one_and_share_what_is_cached():
     nested, flat = given(mmaccel={"retain": 0.1}), given(retain=0.1)
-    assert nested == flat == {FIELD: (1, 10)}
-    assert given() == given(mmaccel=True) == given(retain=None) == {FIELD: (0, 0)}
-    assert given(mmaccel=False) == {FIELD: (0, 1)} and given(retain=10**40)[FIELD][0] < 2**63
+    assert nested == flat == {FIELD: {"image": (1, 10), "video": (1, 10)}}
+    assert given() == given(mmaccel=True) == given(retain=None) == {FIELD: {"image": (0, 0), "video": (0, 0)}}
+    assert given(mmaccel=False)[FIELD]["image"] == (0, 1) and given(retain=10**40)[FIELD]["video"][0] < 2**63
 
 
 @pytest.mark.parametrize(
@@ -552,7 +584,7 @@ def test_both_spellings_of_a_budget_are_one_and_share_what_is_cached():
     ids=str,
 )
 def test_options_of_the_model_s_processor_pass(processing):
-    assert given(retain=0.5, **processing) == {**processing, FIELD: (1, 2)}
+    assert given(retain=0.5, **processing) == {**processing, FIELD: {"image": (1, 2), "video": (1, 2)}}
 
 
 @pytest.mark.parametrize(
@@ -744,6 +776,73 @@ def test_vllm_does_not_remember_classes_of_our_architectures(stub):
     assert utils._MODEL_ARCH_BY_HASH == {2: (Stock, "GemmaForCausalLM")}
 
 
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("recipe", ["divprune", "none"])
+def test_the_start_says_what_is_served_and_warns_of_the_runner_that_is_not_tested(recipe, second, stub, monkeypatch):
+    warned, _, _ = stub()
+    lines: list[str] = []
+    monkeypatch.setattr(checks._log, "info", lambda text, *values: lines.append(text % values))
+    given = {"retain": 0.25} if recipe == "divprune" else {}
+    ours = ServingPlan(settings_of({"recipe": recipe, **given}), config("llava"), LLAVA)
+    checks._announce(SimpleNamespace(use_v2_model_runner=second), ours, "LlavaForConditionalGeneration")
+    name = "divprune 25 %" if given else "none (nothing is dropped)"
+    assert lines == [
+        f"mmaccel {__version__} serves LlavaForConditionalGeneration with {name}, positions kept, on model runner "
+        f"V{1 + second}."
+    ]
+    assert len(warned) == (second and recipe == "divprune")
+    assert not warned or "VLLM_USE_V2_MODEL_RUNNER=0" in warned[0]
+
+
+@pytest.mark.parametrize("main", ["vllm.entrypoints.cli.main", "mine"])
+def test_vllm_s_command_line_ends_with_the_sentence_of_an_error(main, monkeypatch, capsys):
+    """As pydantic wraps it, or alone; other errors, and those of other programs, keep their traceback."""
+    seen: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: seen.append(error))
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    sys.modules["__main__"].__spec__ = SimpleNamespace(name=main)
+    checks._shorten_errors()
+    checks._shorten_errors()
+    ours, other = UnsupportedError("Too many tokens; give fewer."), ValueError("other")
+    wrapped = ValueError("2 errors")
+    wrapped.errors = lambda: [{"msg": "other"}, {"ctx": {"error": ours}}]
+    for error in (ours, wrapped, other):
+        sys.excepthook(type(error), error, None)
+    said = capsys.readouterr().err
+    if main == "mine":
+        assert seen == [ours, wrapped, other] and not said
+    else:
+        assert seen == [other] and said == f"error: {ours}\n" * 2
+
+
+def test_counters_of_all_processes_are_on_one_page(tmp_path, monkeypatch):
+    prometheus = pytest.importorskip("prometheus_client")
+    registry = prometheus.CollectorRegistry()
+    monkeypatch.setattr(prometheus, "REGISTRY", registry)
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    counters._folder.cache_clear()
+    first, second = SimpleNamespace(), SimpleNamespace()
+    counters.provide(first)
+    counters.provide(second)
+    assert first.mmaccel_counters == second.mmaccel_counters
+    for one in (
+        Counters(first.mmaccel_counters),
+        Counters(first.mmaccel_counters),
+        Counters(None),
+        Counters("/nowhere"),
+    ):
+        one.add("visual_tokens", "image", 64)
+        one.add("visual_tokens", "video", 256)
+        one.add("selection_seconds", "image", 0.25)
+    page = prometheus.generate_latest(registry).decode()
+    for line in ('tokens_total{modality="image"} 128.0', 'tokens_total{modality="video"} 512.0', '"image"} 0.5'):
+        assert line in page
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    counters.provide(second)
+    assert second.mmaccel_counters == str(tmp_path)
+    counters._folder.cache_clear()
+
+
 def served_as(family: str, **text):
     """vLLM's configuration of a tiny model, whose language model is otherwise in ``text``."""
     hf_config = copy.deepcopy(config(family))
@@ -819,7 +918,7 @@ def test_pictures_of_any_size_with_text_behind_their_rows():
         (rows[:2], "video", False),
     ):
         assert served._apart(modality, shown) == apart
-    with pytest.raises(UnsupportedError, match="not tried with Pixtral"):
+    with pytest.raises(UnsupportedError, match="not tried with that of Pixtral"):
         ServingPlan(Settings(get_recipe("visionzip")), config("pixtral"), LLAVA)
 
 

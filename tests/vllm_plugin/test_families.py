@@ -20,7 +20,8 @@ FAMILIES = ["qwen3_vl", "llava_next", "llava_onevision", "internvl"]
 
 #: the others run with one of them
 CASES = [(family, *recipe) for family in FAMILIES for recipe in RECIPES]
-CASES += [(family, *RECIPES[0]) for family in ("qwen2_vl", "qwen2_5_vl", "llava")]
+SIMPLE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "llava", "llava_next_video", "mistral3", "idefics3", "smolvlm")
+CASES += [(family, *RECIPES[0]) for family in SIMPLE]
 
 
 @pytest.mark.parametrize("family, recipe, retain", CASES)

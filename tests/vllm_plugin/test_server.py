@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -98,6 +99,9 @@ def test_answers_and_budgets_over_http(server):
         *({"mmaccel": {"retain": retain}} for retain in (0, 2.5, "0.1", [0.1], False)),
         {"mmaccel": {"recipe": "uniform", "retain": 0.1}},
         {"mmaccel": {"retian": 0.1}},
+        {"mmaccel": {"retain": 0.1, "positions": "paper"}},
+        {"retain": {"images": 0.1}},
+        {"mmaccel": {"retain": {"video": 1.5}}},
         {"mmaccel": "false"},
         {"mmaccel": 0.1},
         {"mmaccel": [0.1]},
@@ -122,6 +126,8 @@ def test_both_spellings_of_a_budget_over_http(server):
     for processing, options in (
         ({"mmaccel": {"retain": 0.1}}, ("divprune", 0.1)),
         ({"retain": 0.1}, ("divprune", 0.1)),
+        ({"retain": {"image": 0.1, "video": 0.5}}, ("divprune", 0.1)),
+        ({"mmaccel": {"retain": {"video": 0.1}}}, ("divprune", 0.25)),
         ({"mmaccel": None}, ("divprune", 0.25)),
         ({"retain": None}, ("divprune", 0.25)),
         ({"mmaccel": True}, ("divprune", 0.25)),
@@ -131,3 +137,32 @@ def test_both_spellings_of_a_budget_over_http(server):
         which, retain = options
         want = shipped.expected(MODEL, asked, which, **({} if which == "none" else {"retain": retain}))
         assert [answer(chat(server, one, **processing))[0] for one in asked] == want, processing
+
+
+def figures(server: httpx.Client) -> dict[str, float]:
+    found = re.findall(r'^mmaccel_(\w+)_total\{modality="image"\} (\S+)$', server.get("/metrics").text, re.M)
+    return {name: float(value) for name, value in found}
+
+
+def test_metrics_count_the_tokens_of_prompts_and_the_seconds_of_the_engine(server):
+    """Of a picture in two prompts, which is encoded once."""
+    first, second = shipped.prompts("count", count=2)
+    answer(chat(server, first))
+    before = figures(server)
+    _, whole = answer(chat(server, second, mmaccel=False))
+    _, reduced = answer(chat(server, second))
+    middle = figures(server)
+    answer(chat(server, second))
+    after = figures(server)
+    each = middle["visual_tokens"] - before["visual_tokens"]
+    assert each == 2 * 49 and middle["visual_tokens_kept"] - before["visual_tokens_kept"] == 49 + 49 - (whole - reduced)
+    assert before["selection_seconds"] < middle["selection_seconds"] == after["selection_seconds"]
+    assert after["visual_tokens"] - middle["visual_tokens"] == 49
+
+
+def test_a_wrong_override_is_one_sentence() -> None:
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(shipped.MODELS / MODEL)]
+    command += ["--dtype", "float32", "--hf-overrides", json.dumps({"mmaccel": {"recipe": "divprun"}})]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 1 and "Traceback" not in ran.stdout + ran.stderr
+    assert ran.stderr.splitlines()[-1].startswith("error: There is no recipe 'divprun'; did you mean 'divprune'")

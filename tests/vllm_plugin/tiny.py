@@ -6,6 +6,7 @@ process and are taken down one after the other.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import re
 from collections.abc import Iterator
@@ -27,17 +28,37 @@ TOKENS = 8
 WIDE = {"num_attention_heads": 2, "num_key_value_heads": 1}
 #: of M-RoPE, for heads of 32 channels
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+#: kinds that vLLM does not take
+ONLY = {"llava_next_video": {"image", "images", "mixed"}, "smolvlm": {"video"}}
 #: a prompt's pictures, clips and question
 Row = tuple[list[Image.Image], list[np.ndarray], str]
 
 
+#: vLLM pools frames of LLaVA-NeXT-Video only where a tower's side is as long as a patch has pixels
+zoo._TABLE["llava_next_video"] = dataclasses.replace(
+    zoo._TABLE["llava_next_video"],
+    config=zoo._llava_like("llava_next_video", "LlavaNextVideoConfig", 56, zoo.NEXT_PINPOINTS),
+    processor=zoo._real(
+        "llava_next_video",
+        "LlavaNextVideoProcessor",
+        image_processor=zoo._part(
+            "LlavaNextImageProcessor", image_grid_pinpoints=zoo.NEXT_PINPOINTS, **zoo._clip_sizes(56)
+        ),
+        video_processor=zoo._part("LlavaNextVideoVideoProcessor", **zoo._clip_sizes(56)),
+        **zoo.CLIP_SELECTION,
+    ),
+)
+
+
 def _overrides(family: str) -> dict[str, Any]:
-    if family == "pixtral":
+    if family in ("pixtral", "mistral3"):
         return {**WIDE, "head_dim": 32}
     if not family.startswith("qwen"):
         return WIDE
-    rope = {**SECTIONS, "mrope_interleaved": True} if family == "qwen3_vl" else SECTIONS
-    return {**WIDE, "rope_parameters": rope}
+    rope = {**SECTIONS, "mrope_interleaved": True} if family.startswith("qwen3") else SECTIONS
+    # of the experts of a token, which transformers always makes sum to one
+    experts = {"norm_topk_prob": True} if family.endswith("_moe") else {}
+    return {**WIDE, "rope_parameters": rope, **experts}
 
 
 def model(family: str) -> torch.nn.Module:
@@ -50,8 +71,10 @@ def folder(family: str, parent: Path) -> Path:
     if not place.exists():
         made = model(family)
         made.save_pretrained(place)
-        if not family.startswith(("qwen", "internvl", "pixtral")):
+        if not family.startswith(("qwen", "internvl", "pixtral", "mistral3")):
             _name_as_published(place / "model.safetensors")
+        if family == "qwen3_vl_moe":
+            _turn_experts(place / "model.safetensors")
         zoo.processor(family).save_pretrained(place)
     return place
 
@@ -65,10 +88,18 @@ def _name_as_published(file: Path) -> None:
     save_file(named, file, {"format": "pt"})
 
 
+def _turn_experts(file: Path) -> None:
+    """Experts of Qwen3-VL-MoE are the other way around in the models of the hub than transformers 5 saves them."""
+    names = ("experts.gate_up_proj", "experts.down_proj")
+    turned = {k: v.transpose(1, 2).contiguous() if k.endswith(names) else v for k, v in load_file(file).items()}
+    save_file(turned, file, {"format": "pt"})
+
+
 def kinds(family: str) -> list[str]:
     """What prompts show, of which both take the same. Of several pictures in a prompt LLaVA-OneVision encodes no tiles in
     transformers, but all of them in vLLM."""
     no = {"uneven", "textrow", "text", *(["images"] if family == "llava_onevision" else [])}
+    no |= ONLY.get(family, set())
     return [kind for kind in zoo.kinds(family) if kind not in no]
 
 
@@ -118,7 +149,8 @@ def prompt(family: str, row: Row, **processing: Any) -> dict[str, Any]:
     if pictures:
         media["image"] = pictures
     if clips:
-        media["video"] = [(one, _metadata(one)) if family in ("qwen2_5_vl", "qwen3_vl") else one for one in clips]
+        stamped = family == "qwen2_5_vl" or family.startswith("qwen3")
+        media["video"] = [(one, _metadata(one)) if stamped else one for one in clips]
     return {
         "prompt": zoo.tokenizer(family).apply_chat_template(zoo.messages(*row), **template),
         "multi_modal_data": media,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...core.layout import Modality, Picture, Tile
 from ...families.base import consecutive
+from ...families.pixtral import Mistral3
 
 Arguments = Mapping[str, Any]
 
@@ -105,16 +106,28 @@ def _pooled(family: Any, modality: Modality, arguments: Arguments) -> list[Pictu
 
 
 def _sized(family: Any, modality: Modality, arguments: Arguments) -> list[Picture] | None:
-    """Split pictures of a LLaVA with Pixtral's tower by their pixels; they may have any size."""
-    if family.name != "pixtral":
+    """Split pictures of Pixtral's tower by their pixels; they may have any size."""
+    if not isinstance(family, Mistral3):
         return None
-    patch, pixels = family.vision.patch_size, arguments["pixel_values"]
-    return consecutive([[(1, x.shape[-2] // patch, x.shape[-1] // patch)] for x in pixels])
+    block, pixels = family.vision.patch_size * family.merge, arguments["pixel_values"]
+    return consecutive([[(1, x.shape[-2] // block, x.shape[-1] // block)] for x in pixels])
+
+
+def _tiled(family: Any, modality: Modality, arguments: Arguments) -> list[Picture]:
+    """Split pictures of Idefics3 and SmolVLM by their numbers of tiles, the whole picture last."""
+    return consecutive([[(1, family.cells, family.cells)] * count for count in arguments["num_patches"].tolist()])
+
+
+def _halved(family: Any, modality: Modality, arguments: Arguments) -> list[Picture]:
+    """Split clips of LLaVA-NeXT-Video, which may differ in length; four tokens of a frame become one."""
+    side = family.side // 2
+    return consecutive([[(len(clip), side, side)] for clip in arguments["pixel_values_videos"]])
 
 
 _GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
 _BOTH: dict[Modality, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 _TILES = {"pixel_values": "image_num_patches", "pixel_values_videos": "video_num_patches"}
+_PARTS = {"pixel_values": "num_patches", "pixel_attention_mask": "num_patches"}
 _NESTED = "vision_tower.vision_model.encoder.layers"
 
 #: by the name in vLLM's registry
@@ -122,10 +135,21 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2VLForConditionalGeneration": Architecture(_BOTH, "visual.blocks", _GRIDS),
     "Qwen2_5_VLForConditionalGeneration": Architecture(_BOTH, "visual.blocks", _GRIDS),
     "Qwen3VLForConditionalGeneration": Architecture(_BOTH, "visual.blocks", _GRIDS),
+    "Qwen3VLMoeForConditionalGeneration": Architecture(_BOTH, "visual.blocks", _GRIDS),
     "LlavaForConditionalGeneration": Architecture(
         {"image": "pixel_values"}, _NESTED, rename=_clip_tower, pictures=_sized
     ),
     "LlavaNextForConditionalGeneration": Architecture({"image": "pixel_values"}, _NESTED, rename=_clip_tower),
     "LlavaOnevisionForConditionalGeneration": Architecture(_BOTH, _NESTED, rename=_clip_tower, pictures=_pooled),
+    "LlavaNextVideoForConditionalGeneration": Architecture(
+        {"video": "pixel_values_videos"}, _NESTED, rename=_clip_tower, pictures=_halved
+    ),
     "InternVLForConditionalGeneration": Architecture(_BOTH, "vision_tower.encoder.layer", _TILES, pictures=_counted),
+    "Mistral3ForConditionalGeneration": Architecture(
+        {"image": "pixel_values"}, "vision_tower.transformer.layers", pictures=_sized
+    ),
+    **dict.fromkeys(
+        ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
+        Architecture({"image": "pixel_values"}, "model.vision_model.encoder.layers", _PARTS, pictures=_tiled),
+    ),
 }

@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 import multiprocessing
+import sys
 from collections.abc import Mapping
 from importlib import metadata
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ...errors import UnsupportedError
+from ...core.version import __version__
+from ...errors import MmaccelError, UnsupportedError
 from ...families.base import slides
+from . import counters
 from .architectures import ARCHITECTURES
 from .settings import ASKED, nested_in, nested_override_of, override_of, written_in
 
@@ -95,11 +99,13 @@ def guard(problem: str | None = None) -> None:
 def _verify(vllm_config: Any, problem: str | None) -> None:
     model_config = vllm_config.model_config
     if override_of(model_config) is not None:
+        _shorten_errors()
         if problem is not None:
             raise UnsupportedError(f"{problem}; install a tested vLLM, or leave mmaccel out of hf_overrides.")
         check(vllm_config)
         return
     if (name := nested_override_of(model_config)) is not None:
+        _shorten_errors()
         raise UnsupportedError(
             f"hf_overrides has mmaccel inside {name!r}, where it has no effect; put it beside {name!r}, not into it."
         )
@@ -118,6 +124,56 @@ def check(vllm_config: Any) -> None:
             f"mmaccel does not serve {name} in vLLM; it serves {', '.join(ARCHITECTURES)}. Leave mmaccel out of hf_overrides."
         )
     plan = plan_of(vllm_config.model_config, name)
+    counters.provide(vllm_config.model_config)
+    _check(vllm_config, plan)
+    # the processes that vLLM starts would say it again
+    if multiprocessing.parent_process() is None:
+        _announce(vllm_config, plan, name)
+
+
+def _announce(vllm_config: Any, plan: ServingPlan, name: str) -> None:
+    """Log what is served, and by which of vLLM's two model runners."""
+    second = bool(getattr(vllm_config, "use_v2_model_runner", False))
+    positions = "kept" if plan.settings.keeps_positions else "renumbered"
+    said = (__version__, name, plan.settings, positions, 2 if second else 1)
+    _log.info("mmaccel %s serves %s with %s, positions %s, on model runner V%d.", *said)
+    if second and plan.reduces:
+        _log.warning(
+            "mmaccel is not tested with vLLM's model runner V2: compare some answers, or set VLLM_USE_V2_MODEL_RUNNER=0 to use "
+            "the tested one. benchmarks/serving/gpu.sh in mmaccel's repository tests it."
+        )
+
+
+def _shorten_errors() -> None:
+    """Let vLLM's command line end with the sentence of an error of ours, without a traceback."""
+    main = getattr(sys.modules["__main__"], "__spec__", None)
+    if "vllm.entrypoints.cli.main" not in sys.modules and not getattr(main, "name", "").startswith("vllm."):
+        return
+    original = sys.excepthook
+    if getattr(original, "mmaccel", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if (sentence := _sentence(error)) is None:
+            original(kind, error, traceback)
+        else:
+            print(f"error: {sentence}", file=sys.stderr)
+
+    hook.mmaccel = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def _sentence(error: BaseException) -> str | None:
+    """The sentence of an error of ours, which pydantic may have wrapped; None for other errors."""
+    if isinstance(error, MmaccelError):
+        return str(error)
+    details = getattr(error, "errors", None)
+    found = [one.get("ctx", {}).get("error") for one in details()] if callable(details) else []
+    return next((str(one) for one in found if isinstance(one, MmaccelError)), None)
+
+
+def _check(vllm_config: Any, plan: ServingPlan) -> None:
+    """Refuse what a recipe that drops tokens cannot be combined with."""
     if not plan.reduces:
         return
     for stage in plan.plan.projector:

@@ -8,6 +8,7 @@ that look at it are refused there.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from ...runtime.call.vision_output import VisionOutput
 from ...runtime.tower.taps import Taps
 from . import digits, runner, tower
 from .architectures import alone, joined
+from .counters import FOLDER, Counters
 from .plan import ServingPlan
 from .positions import Place, expanded, filled_in, provisional
 from .processor import APART, FIELD
@@ -69,6 +71,7 @@ class ReducedModel:
     supports_mrope: ClassVar[Literal[True]] = True
     #: set by the class that is made of both
     plan_of: ClassVar[Any]
+    counters = Counters(None)
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         plan: ServingPlan = self.plan_of(vllm_config)
@@ -83,6 +86,9 @@ class ReducedModel:
         self.one_call = int(vllm_config.scheduler_config.max_num_encoder_input_tokens)
         self.taps = Taps(plan.family, plan.wanted)
         self.encoding: VisionOutput | None = None
+        if vllm_config.parallel_config.rank == 0:
+            # ranks choose the same at the same time
+            self.counters = Counters(getattr(config, FOLDER, None))
         if plan.wanted:
             tower.hook(self.taps, plan.architecture.tower_layers(self), lambda: self.encoding)  # type: ignore[arg-type]
 
@@ -118,10 +124,12 @@ class ReducedModel:
             self.encoding = None
         _check([len(row) for row in rows], [item.before for item in items])
         if self.plan.reduces:
+            began = time.perf_counter()
             pictures = self.plan.pictures(modality, arguments, encoded.tokens)
             # 1 and 1.0 are equal, and two budgets
             for asked in dict.fromkeys(as_integers(item.budget) for item in items):
                 self._reduce(modality, asked, items, pictures, rows, encoded)
+            self.counters.add("selection_seconds", modality, time.perf_counter() - began)
         _check([len(row) for row in rows], [item.rows for item in items])
         return rows
 

@@ -13,6 +13,7 @@ import types
 from typing import Any
 
 from .architectures import ARCHITECTURES
+from .counters import FOLDER, Counters
 from .model import ReducedModel
 from .plan import ServingPlan
 from .processor import ReducedProcessor
@@ -80,5 +81,6 @@ def _processor(make: Any, name: str, info: Any, dummy_inputs: Any) -> Any:
     """vLLM's processor class with our mix-in in front."""
     kind = type(make(info, dummy_inputs))
     plan = plan_of(info.ctx.model_config, name)
-    reduced = types.new_class(kind.__name__, (ReducedProcessor, kind), exec_body=lambda space: space.update(plan=plan))
+    body = {"plan": plan, "counters": Counters(getattr(info.ctx.model_config, FOLDER, None))}
+    reduced = types.new_class(kind.__name__, (ReducedProcessor, kind), exec_body=lambda space: space.update(body))
     return reduced(info, dummy_inputs)

@@ -21,6 +21,7 @@ from ...core.stats import Stats
 from ...errors import UnsupportedError
 from ...families import described
 from ...families.mrope import ThreeAxes
+from ...families.pixtral import Mistral3
 from ...kv.forward_info import ForwardInfo
 from ...method import DraftMethod, PreviewMethod, ProjectorMethod, Tap
 from ...runtime.build import plan_for_call, plan_model
@@ -66,13 +67,17 @@ class ServingPlan:
     def __init__(self, settings: Settings, config: Any, architecture: Architecture) -> None:
         self.settings, self.architecture = settings, architecture
         self.family = described(config)
+        if useless := [name for name in settings.retain if name not in architecture.pixels]:
+            raise UnsupportedError(
+                f"retain of {useless[0]} has no effect, since vLLM gives this model none; leave it out."
+            )
         for _, method in settings.recipe.build():
             _check(method, settings.recipe.name)
         self.plan: ModelPlan = plan_model(settings.recipe, self.family, None, "auto")
         self.wanted: list[Tap] = [tap for stage in self.plan.stages for tap in stage.method.taps()]
-        if self.wanted and self.family.name == "pixtral":
+        if self.wanted and isinstance(self.family, Mistral3):
             raise UnsupportedError(
-                f"Recipe {settings.recipe.name!r} looks into the vision tower, which is not tried with Pixtral's in vLLM; use "
+                f"Recipe {settings.recipe.name!r} looks into the tower, which is not tried with that of Pixtral in vLLM; use "
                 "a recipe that reads the tokens alone, such as 'divprune'."
             )
         for number in (self.family.tap_layer(layer) for tap in self.wanted for layer in tap.layers):
@@ -102,8 +107,10 @@ class ServingPlan:
         """Whether the language model needs the positions of kept tokens."""
         return self.reduces and self.settings.keeps_positions
 
-    def of(self, budget: Budget) -> ModelPlan:
-        """The plan of a request with its own budget."""
+    def of(self, budget: Budget, modality: Modality) -> ModelPlan:
+        """The plan of a picture or clip in a request with its own budget."""
+        if budget is None:
+            budget = self.settings.retain.get(modality)
         return plan_for_call(self.plan, budget if budget is None or budget is False else {"retain": budget})
 
     def pictures(self, modality: Modality, arguments: Mapping[str, Any], before: int) -> list[Picture]:
@@ -120,7 +127,7 @@ class ServingPlan:
 
     def count(self, modality: Modality, picture: Picture, budget: Budget) -> Kept:
         """Number of kept tokens of a picture."""
-        prompt = _prompt(self.of(budget), modality, [picture])
+        prompt = _prompt(self.of(budget, modality), modality, [picture])
         sizes = [len(tile) for tile in picture]
         total, each = sum(sizes), sizes
         for stage in prompt.plan.projector:
@@ -163,7 +170,7 @@ class ServingPlan:
         kept : number of rows that stay of each.
         encoded, taps : the call of the encoder that they come from, and its taps.
         """
-        prompt = _prompt(self.of(budget), modality, pictures)
+        prompt = _prompt(self.of(budget, modality), modality, pictures)
         reducer = TokenReducer(prompt, VisionState(taps, {modality: encoded}))
         hidden = pad_sequence(list(rows), batch_first=True)
         width = hidden.shape[-1] // (1 + self.family.deepstack)

@@ -11,6 +11,7 @@ import torch
 
 from ...core.layout import Modality
 from ...errors import MmaccelError, UnsupportedError
+from .counters import Counters
 from .plan import ServingPlan
 from .settings import ASKED, Budget, as_integers, from_integers, request_of
 
@@ -32,16 +33,20 @@ class ReducedProcessor:
 
     plan: ServingPlan
     info: Any
+    counters = Counters(None)
     #: whether it was said that a count is more than a picture has
     said = False
+    #: whether a prompt is processed that nobody asked
+    dummy = False
 
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
         """Process a request, after its options are checked."""
         others = {name: value for name, value in inputs.hf_processor_mm_kwargs.items() if name not in ASKED}
         self._check_known(others)
-        budget = request_of(inputs.hf_processor_mm_kwargs)
-        self.plan.of(budget)
-        others[FIELD] = as_integers(budget)
+        budgets = request_of(inputs.hf_processor_mm_kwargs)
+        for modality, budget in budgets.items():
+            self.plan.of(budget, modality)
+        others[FIELD] = {modality: as_integers(budget) for modality, budget in budgets.items()}
         return super().apply(dataclasses.replace(inputs, hf_processor_mm_kwargs=others), timing_ctx)  # type: ignore[misc]
 
     def _check_known(self, processing: Mapping[str, Any]) -> None:
@@ -55,7 +60,7 @@ class ReducedProcessor:
                 if name not in known and not any(hasattr(part, str(name)) for part in parts):
                     raise MmaccelError(
                         f"Nothing reads {name!r} in mm_processor_kwargs: it is not an option of the model's processor, and "
-                        'mmaccel takes {"mmaccel": {"retain": 0.1}} or {"retain": 0.1}.'
+                        'mmaccel takes {"mmaccel": {"retain": 0.1}} or {"retain": {"image": 0.5, "video": 0.1}}.'
                     )
 
     def _get_mm_hashes(self, inputs: Any) -> Any:
@@ -75,7 +80,8 @@ class ReducedProcessor:
         updates = super()._get_prompt_updates(  # type: ignore[misc]
             mm_items, _others(hf_processor_mm_kwargs), out_mm_kwargs
         )
-        return [self._shorter(update, out_mm_kwargs, hf_processor_mm_kwargs[FIELD]) for update in updates]
+        asked = hf_processor_mm_kwargs[FIELD]
+        return [self._shorter(update, out_mm_kwargs, asked[update.modality]) for update in updates]
 
     def _get_mm_prompt_updates(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._get_mm_prompt_updates(*args, **kwargs)  # type: ignore[misc]
@@ -83,8 +89,20 @@ class ReducedProcessor:
         self._check_length(found)
         return found
 
+    def get_dummy_mm_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Inputs by which vLLM measures memory; they are not counted."""
+        self.dummy = True
+        try:
+            return super().get_dummy_mm_inputs(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.dummy = False
+
     def _apply_prompt_updates(self, token_ids: list[int], mm_prompt_updates: Any) -> Any:
         self._check_length(mm_prompt_updates)
+        for modality, items in ({} if self.dummy else mm_prompt_updates).items():
+            contents = [update.content for item in items for update in item]
+            self.counters.add("visual_tokens", modality, sum(one.mmaccel_before for one in contents))
+            self.counters.add("visual_tokens_kept", modality, sum(one.mmaccel_kept for one in contents))
         return super()._apply_prompt_updates(token_ids, mm_prompt_updates)  # type: ignore[misc]
 
     def _check_length(self, mm_prompt_updates: Any) -> None:
@@ -92,7 +110,7 @@ class ReducedProcessor:
         if not self.plan.keeps_positions or self.plan.turns:
             return
         updates = [update for items in mm_prompt_updates.values() for item in items for update in item]
-        dropped = sum(update.content.mmaccel_dropped for update in updates)
+        dropped = sum(update.content.mmaccel_before - update.content.mmaccel_kept for update in updates)
         config = self.info.ctx.model_config
         most = _TABLE * int(config.hf_config.get_text_config().max_position_embeddings) - int(config.max_model_len)
         if dropped > most:
@@ -127,7 +145,7 @@ class ReducedProcessor:
             else:
                 stays = ~visual | (visual.cumsum(0) <= total)
                 shorter = PromptUpdateDetails(full[stays].tolist(), details.is_embed)
-            shorter.mmaccel_dropped = before - total
+            shorter.mmaccel_before, shorter.mmaccel_kept = before, total
             return shorter
 
         return dataclasses.replace(update, replacement=content)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
 
-from ...core.budget import Retain, check_retain
+from ...core.budget import Retain, budget_text, check_retain
+from ...core.layout import Modality
 from ...core.version import __version__
 from ...errors import MmaccelError, UnsupportedError
 from ...recipe import Recipe, get_recipe
@@ -19,6 +20,8 @@ from ...recipe import Recipe, get_recipe
 NUMBERINGS = ("vllm", "transformers")
 #: of a request: a share or count of tokens, None for that of the server, or False for all tokens as the bare model has them
 Budget = Retain | Literal[False] | None
+#: what may have a budget of its own
+MODALITIES: tuple[Modality, ...] = ("image", "video")
 #: what a request calls its budget in ``mm_processor_kwargs``, see :func:`request_of`
 ASKED = ("mmaccel", "retain")
 #: a whole number that a 64-bit integer holds
@@ -31,10 +34,12 @@ class Settings:
 
     recipe : with the budgets that hold where a request says nothing.
     numbering : one of :data:`NUMBERINGS`.
+    retain : budgets of pictures and of clips, where they differ from that of the recipe.
     """
 
     recipe: Recipe
     numbering: str = "vllm"
+    retain: Mapping[Modality, Retain] = field(default_factory=dict)
 
     @property
     def keeps_positions(self) -> bool:
@@ -43,7 +48,12 @@ class Settings:
 
     def fingerprint(self) -> str:
         """Key of caches of encoded pictures, beside the picture and the request."""
-        return f"mmaccel {__version__} {self.numbering} {json.dumps(self.recipe.to_json())}"
+        recipe = json.dumps([self.recipe.to_json(), dict(self.retain)])
+        return f"mmaccel {__version__} {self.numbering} {recipe}"
+
+    def __str__(self) -> str:
+        apart = ", ".join(f"{name} {budget_text(retain)}" for name, retain in self.retain.items())
+        return f"{self.recipe}{f' with retain of {apart}' if apart else ''}"
 
 
 def written_in(model_config: Any) -> Any:
@@ -121,8 +131,11 @@ def settings_of(given: Any) -> Settings:
     numbering = given.get("numbering", "vllm")
     if numbering not in NUMBERINGS:
         raise MmaccelError(f"numbering={numbering!r} is unknown; use {' or '.join(map(repr, NUMBERINGS))}.")
+    apart = _apart(options.pop("retain")) if isinstance(options.get("retain"), Mapping) else {}
     chosen = get_recipe(given["recipe"], **options)
     chosen.build()
+    for retain in apart.values():
+        chosen.override(retain=retain)
     if chosen.proportional != "none":
         raise UnsupportedError(
             f"proportional={chosen.proportional!r} gives keys weights, which attention in vLLM does not take; leave it out."
@@ -131,15 +144,26 @@ def settings_of(given: Any) -> Settings:
         raise UnsupportedError(
             f"chunk={chosen.chunk} is for transformers, and vLLM cuts prompts itself (max_num_batched_tokens); leave it out."
         )
-    return Settings(chosen, numbering)
+    return Settings(chosen, numbering, apart)
 
 
-def request_of(processing: Mapping[str, Any]) -> Budget:
-    """The budget in the ``mm_processor_kwargs`` of a request.
+def _apart(retain: Mapping[Any, Any]) -> dict[Modality, Retain]:
+    """Budgets of pictures and of clips, validated."""
+    if others := [name for name in retain if name not in MODALITIES]:
+        raise MmaccelError(
+            f"retain has one budget for 'image' and one for 'video', got {', '.join(map(repr, others))}; leave it out."
+        )
+    return {
+        name: check_retain(retain[name], f"retain of {name}") for name in MODALITIES if retain.get(name) is not None
+    }
+
+
+def request_of(processing: Mapping[str, Any]) -> dict[Modality, Budget]:
+    """The budgets of pictures and clips in the ``mm_processor_kwargs`` of a request.
 
     ``{"mmaccel": {"retain": 0.1}}``, as :func:`mmaccel.accelerate_vlm` spells it for one call, and ``{"retain": 0.1}`` mean the
-    same; ``{"mmaccel": False}`` keeps all tokens; null or nothing is the budget of the server. Anything else, or two budgets,
-    is refused.
+    same; ``{"retain": {"image": 0.5, "video": 0.1}}`` gives pictures and clips their own; ``{"mmaccel": False}`` keeps all
+    tokens; null or nothing is the budget of the server. Anything else, or two budgets, is refused.
     """
     nested, flat = processing.get("mmaccel"), processing.get("retain")
     if nested is not None and flat is not None:
@@ -149,7 +173,7 @@ def request_of(processing: Mapping[str, Any]) -> Budget:
     if nested is None or nested is True:
         retain = flat
     elif nested is False:
-        return False
+        return dict.fromkeys(MODALITIES, False)
     elif isinstance(nested, Mapping):
         if others := [name for name in nested if name != "retain"]:
             raise MmaccelError(
@@ -161,7 +185,9 @@ def request_of(processing: Mapping[str, Any]) -> Budget:
         raise MmaccelError(
             f'mmaccel must be an object such as {{"retain": 0.1}}, or false for all tokens, got {nested!r}.'
         )
-    return None if retain is None else check_retain(retain)
+    if isinstance(retain, Mapping):
+        return {**dict.fromkeys(MODALITIES), **_apart(retain)}
+    return dict.fromkeys(MODALITIES, None if retain is None else check_retain(retain))
 
 
 def as_integers(budget: Budget) -> tuple[int, int]:
