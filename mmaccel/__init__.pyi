@@ -30,7 +30,9 @@ from .recipe.lookup import get_recipe, recipes
 from .recipe.recipe import Recipe, Stage
 
 # isort: split
+from .encoders.earlytom import EarlyTomFrames as EarlyTomFrames
 from .encoders.evit import EViT as EViT
+from .encoders.ipcv import Ipcv as Ipcv
 from .encoders.pitome import PiToMe as PiToMe
 from .encoders.pixelprune import PixelPrune as PixelPrune
 from .encoders.stc_cacher import StcCacher as StcCacher
@@ -121,6 +123,7 @@ from .merging.aim import AimMerge as AimMerge
 from .merging.apet import ApETMerge as ApETMerge
 from .merging.centerclip import CenterClip as CenterClip
 from .merging.dycoke import DyCokeTTM as DyCokeTTM
+from .merging.earlytom import EarlyTomTokens as EarlyTomTokens
 from .merging.evad import Evad as Evad
 from .merging.everest import Everest as Everest
 from .merging.evs import Evs as Evs

@@ -18,11 +18,13 @@ from mmaccel.kv.codecs.fp8 import FP8
 from mmaccel.method import (
     EncoderMethod,
     FrameChoice,
+    FrameMergingMethod,
     KeyBatch,
     Method,
     PatchMethod,
     Policy,
     ProjectorMethod,
+    RebuildingMethod,
     ReuseMethod,
     TokenBatch,
 )
@@ -309,6 +311,82 @@ class FromTheEnd(Moved):
         return [frames // 2 if frame > frames // 2 else frame for frame in range(frames)]
 
 
+class Twos(FrameMergingMethod):
+    """Right: every two frames become their mean."""
+
+    name = "laws-twos"
+
+    def depths(self) -> tuple[float, ...]:
+        return (0.5,)
+
+    def merge(self, frames: Tensor) -> Tensor:
+        number = torch.arange(len(frames))
+        member = (number[::2, None] == number // 2 * 2).float()
+        return member / member.sum(1, keepdim=True)
+
+
+class TwosDice(Twos):
+    def merge(self, frames: Tensor) -> Tensor:
+        weights = torch.rand(super().merge(frames).shape) * (super().merge(frames) > 0)
+        return weights / weights.sum(1, keepdim=True)
+
+
+class TwosWithoutTheFirst(Twos):
+    def merge(self, frames: Tensor) -> Tensor:
+        return super().merge(frames)[1:] if len(frames) > 1 else super().merge(frames)
+
+
+class TwosSummed(Twos):
+    def merge(self, frames: Tensor) -> Tensor:
+        return (super().merge(frames) > 0).float()
+
+
+class Never(Twos):
+    def merge(self, frames: Tensor) -> Tensor:
+        return torch.eye(len(frames))
+
+
+class Changed(RebuildingMethod):
+    """Right: the half that changed most, and the nearest of it."""
+
+    name = "laws-changed"
+
+    def span(self, layers: int) -> tuple[int, int]:
+        return 1, 0
+
+    def choose(self, before: Tensor, now: Tensor) -> Tensor:
+        change = (now - before).norm(dim=-1)
+        return change.argsort(descending=True, stable=True)[: max(1, len(now) // 2)].sort().values
+
+    def sources(self, left: Tensor, chosen: Tensor) -> Tensor:
+        return torch.cdist(left, chosen).argsort(dim=1, stable=True)[:, :1]
+
+
+class ChangedDice(Changed):
+    def choose(self, before: Tensor, now: Tensor) -> Tensor:
+        return super().choose(before, torch.rand_like(now))
+
+
+class ChangedAll(Changed):
+    def choose(self, before: Tensor, now: Tensor) -> Tensor:
+        return torch.arange(len(now))
+
+
+class ChangedLast(Changed):
+    def choose(self, before: Tensor, now: Tensor) -> Tensor:
+        return (len(now) - 1 - super().choose(before.flip(0), now.flip(0))).sort().values
+
+
+class FromAnywhere(Changed):
+    def sources(self, left: Tensor, chosen: Tensor) -> Tensor:
+        return torch.arange(len(left))[:, None] + len(chosen)
+
+
+class BeforeTheTower(Changed):
+    def span(self, layers: int) -> tuple[int, int]:
+        return 0, layers
+
+
 @dataclass(frozen=True)
 class Norm(Policy):
     """Right: the keys with the largest first channel."""
@@ -472,6 +550,15 @@ WRONG: list[tuple[Law, type[Method]]] = [
     (every.references_come_before, FromTheEnd),
     (every.a_part_is_computed, MovedAll),
     (every.a_part_is_computed, MovedLast),
+    (every.frame_merges_repeat, TwosDice),
+    (every.frames_left_keep_their_order, TwosWithoutTheFirst),
+    (every.frames_left_keep_their_order, TwosSummed),
+    (every.frames_left_keep_their_order, Never),
+    (every.parts_repeat, ChangedDice),
+    (every.as_many_patches_are_computed, ChangedAll),
+    (every.as_many_patches_are_computed, ChangedLast),
+    (every.as_many_patches_are_computed, FromAnywhere),
+    (every.the_choice_is_inside_the_tower, BeforeTheTower),
     (every.merges_repeat, DiceTower),
     (every.a_tile_in_a_batch_is_the_tile_alone, OfAll),
     (every.as_many_merge_as_are_to_go, HalvesMore),
@@ -502,7 +589,7 @@ WRONG: list[tuple[Law, type[Method]]] = [
     (every.frames_are_chosen_within_the_budget, FramesOther),
     (every.frames_of_other_clips_do_not_matter, FramesBeyond),
 ]
-RIGHT: tuple[type[Method], ...] = (Low, Copies, Moved, Halves, Norm, FP8, First)
+RIGHT: tuple[type[Method], ...] = (Low, Copies, Moved, Twos, Changed, Halves, Norm, FP8, First)
 
 
 @pytest.mark.parametrize(("law", "kind"), [(law, kind) for kind in RIGHT for law in laws_of(kind)])

@@ -24,11 +24,13 @@ from mmaccel.kv.codecs.fp8 import FP8
 from mmaccel.kv.select import choose, rank
 from mmaccel.method import (
     EncoderMethod,
+    FrameMergingMethod,
     FramesMethod,
     KeyBatch,
     Method,
     PatchMethod,
     Policy,
+    RebuildingMethod,
     ReuseMethod,
     TokenBatch,
     TokenMethod,
@@ -352,6 +354,77 @@ def a_part_is_computed(method: ReuseMethod) -> None:
     ones = torch.ones_like(pairs()[0][0])
     made = recomputed(method, ones, ones)
     assert torch.equal(made, torch.arange(made.shape[1]).expand_as(made)), "of equal tokens others are computed"
+
+
+# ------------------------------------------------------------------------------------------- frames and patches in the tower
+
+
+def clips() -> list[Tensor]:
+    """Frames ``[T, P, C]`` of clips: noise, a slow pan, standing still, one frame."""
+    random = torch.Generator().manual_seed(0)
+    start, step = torch.randn(2, 1, 9, 12, generator=random)
+    pan = start + 0.1 * step * torch.arange(12.0)[:, None, None] + 0.05 * torch.randn(12, 9, 12, generator=random)
+    return [torch.randn(7, 9, 12, generator=random), pan, start.repeat(5, 1, 1), start]
+
+
+def frame_merges_repeat(method: FrameMergingMethod) -> None:
+    for frames in clips():
+        repeats(
+            lambda given=frames: [method.merge(given), list(method.depths())],
+            lambda: method.merge(clips()[1].flip(0)),
+            lambda given=frames: [given],
+        )
+
+
+def frames_left_keep_their_order(method: FrameMergingMethod) -> None:
+    """The first one stays first, weights sum to one, a single frame stays as it is, and some clip gets shorter."""
+    shorter = 0
+    for frames in clips():
+        weights = method.merge(frames)
+        first = (weights > 0).long().argmax(1)
+        assert weights.shape[1] == len(frames) and first[0] == 0 and (first.diff() > 0).all()
+        torch.testing.assert_close(weights.sum(1), torch.ones(len(weights)))
+        shorter += len(weights) < len(frames)
+        if len(frames) == 1:
+            assert torch.equal(weights, torch.ones(1, 1))
+    assert shorter, "no frames merge"
+
+
+def patches() -> list[tuple[Tensor, Tensor]]:
+    """Hidden states ``[n, C]`` at the inputs of two layers."""
+    return [(before[0], now[0]) for now, before in pairs()]
+
+
+def parts_repeat(method: RebuildingMethod) -> None:
+    for before, now in patches():
+        repeats(
+            lambda given=(before, now): [method.choose(*given), method.sources(given[1][9:], given[1][:9])],
+            lambda: method.choose(*patches()[0]),
+            lambda given=(before, now): list(given),
+        )
+
+
+def as_many_patches_are_computed(method: RebuildingMethod) -> None:
+    """A part, as large whatever is in it; of equal patches the first; sources are among those that are computed."""
+    sizes = set()
+    for before, now in patches():
+        chosen = method.choose(before, now)
+        assert chosen.dtype == torch.long and (chosen.diff() > 0).all() and 0 <= chosen[0] and chosen[-1] < len(now)
+        sizes.add(len(chosen))
+        sources = method.sources(now[20:], now[:20])
+        assert sources.dtype == torch.long and len(sources) == len(now[20:]) and sources.shape[1] >= 1
+        assert 0 <= sources.min() and sources.max() < 20
+    assert len(sizes) == 1 and max(sizes) < len(patches()[0][0]), "everything is computed"
+    ones = torch.ones_like(patches()[0][0])
+    made = method.choose(ones, ones)
+    assert torch.equal(made, torch.arange(len(made))), "of equal patches others are computed"
+    assert len(method.choose(ones[:1], ones[:1])) == 1
+
+
+def the_choice_is_inside_the_tower(method: RebuildingMethod) -> None:
+    for layers in range(2, 40):
+        first, full = method.span(layers)
+        assert 1 <= first < layers and 0 <= full <= layers - first
 
 
 # ------------------------------------------------------------------------------------------------------- inside the tower
@@ -708,6 +781,8 @@ LAWS: dict[type[Method], tuple[Law, ...]] = {
         references_come_before,
         a_part_is_computed,
     ),
+    FrameMergingMethod: (frame_merges_repeat, frames_left_keep_their_order),
+    RebuildingMethod: (parts_repeat, as_many_patches_are_computed, the_choice_is_inside_the_tower),
     EncoderMethod: (
         merges_repeat,
         a_tile_in_a_batch_is_the_tile_alone,

@@ -35,8 +35,10 @@ from ..runtime.call.vision_output import VisionOutput
 from ..runtime.graphs import captured
 from ..runtime.tower.attention import VISION
 from ..runtime.tower.encoder_merging import EncoderMerging, hook_features
+from ..runtime.tower.frame_merging import FrameMerging
 from ..runtime.tower.frame_reuse import FrameReuse
 from ..runtime.tower.patch_pruning import PatchPruning
+from ..runtime.tower.rebuilding import Rebuilding
 from ..runtime.tower.taps import Taps
 from .drafting import Drafts, draft_of_call
 from .fallback import Fallback, FallbackLike, share_towers, with_fallback
@@ -152,6 +154,10 @@ class Accelerator(Handle):
             self.pruning = PatchPruning(plan, self._hook)
         if plan.reuse is not None:
             self.reuse = FrameReuse(plan, self._wrap)
+        if plan.frame_merging is not None:
+            FrameMerging(plan, plan.frame_merging, self._hook)
+        if plan.rebuilding is not None:
+            Rebuilding(plan, plan.rebuilding, self._hook)
         self.text = TextHooks(plan, make_runs, self.check_attached, self._hook)
         self._wrap(family.text, "forward", functools.partial(split_forward, plan))
         hook_queries(plan, self._hook)
@@ -312,7 +318,8 @@ def _shape(handle: Accelerator) -> None:
     for name in filter(functools.partial(hasattr, model), _CONTINUOUS):
         handle._wrap(model, name, _no_continuous_batching)
     handle._patch_attention(family.text, TEXT)
-    if handle.taps.need_attention or plan.encoder is not None or plan.patches is not None:
+    inside = plan.encoder or plan.patches or plan.frame_merging or plan.rebuilding
+    if handle.taps.need_attention or inside is not None:
         for tower in family.towers():
             handle._patch_attention(tower, VISION)
 

@@ -245,6 +245,7 @@ def _needs(cls: Any) -> list[str]:
     needs = {
         "pixels (prepare)": issubclass(cls, bases.FramesMethod),
         "pixels": issubclass(cls, bases.PatchMethod),
+        "tower features": issubclass(cls, (bases.FrameMergingMethod, bases.RebuildingMethod)),
         "tower keys": issubclass(cls, bases.ReuseMethod) or (encoder and not cls.needs_cls),
         "CLS attention": encoder and cls.needs_cls,
         "prompt attention": (layers and cls.observe is bases.LayerMethod.observe)

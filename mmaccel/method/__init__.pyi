@@ -4,6 +4,7 @@ from .base import Grid, Method, ModelFacts, Site, Tap, TowerFacts
 from .chunks import ChunkMethod
 from .draft import Drafted, DraftMethod, DraftPolicy
 from .encoder import EncoderMethod, EncoderTokens
+from .frame_merging import FrameMergingMethod
 from .frames import FrameChoice, FramesMethod
 from .guided import AttentionGuided
 from .keys import CHOICES, LIMITS, CacheOptions, KeyBatch, Policy
@@ -13,6 +14,7 @@ from .patches import PatchMethod
 from .preview import PreviewMethod
 from .question import QuestionGuided
 from .reactivation import ReactivatingMethod
+from .rebuilding import RebuildingMethod
 from .recall import RecallPolicy
 from .registry import register
 from .reuse import ReuseMethod
@@ -31,6 +33,7 @@ __all__ = [
     "EncoderMethod",
     "EncoderTokens",
     "FrameChoice",
+    "FrameMergingMethod",
     "FramesMethod",
     "Grid",
     "KeyBatch",
@@ -52,6 +55,7 @@ __all__ = [
     "ReadStep",
     "ReadingPolicy",
     "ReactivatingMethod",
+    "RebuildingMethod",
     "RecallPolicy",
     "ReuseMethod",
     "Site",

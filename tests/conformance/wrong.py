@@ -19,6 +19,7 @@ from mmaccel.kv.codecs.base import Codec
 from mmaccel.method import (
     EncoderMethod,
     EncoderTokens,
+    FrameMergingMethod,
     FramesMethod,
     KeyBatch,
     Method,
@@ -27,6 +28,7 @@ from mmaccel.method import (
     Policy,
     ReadingPolicy,
     ReadStep,
+    RebuildingMethod,
     RecallPolicy,
     ReuseMethod,
     TokenBatch,
@@ -50,6 +52,13 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
 
     def recompute(self: ReuseMethod, keys: Tensor, stored: Tensor) -> Tensor:
         return ((kind.recompute(self, keys, stored) + 1) % keys.shape[1]).sort().values  # type: ignore[attr-defined]
+
+    def merge(self: FrameMergingMethod, frames: Tensor) -> Tensor:
+        # a frame too few
+        return kind.merge(self, frames)[:-1]  # type: ignore[attr-defined,no-any-return]
+
+    def choose_patches(self: RebuildingMethod, before: Tensor, now: Tensor) -> Tensor:
+        return ((kind.choose(self, before, now) + 1) % len(now)).sort().values  # type: ignore[attr-defined]
 
     def match(self: EncoderMethod, tokens: EncoderTokens, remove: int) -> Tensor:
         def roll(x: Tensor) -> Tensor:
@@ -106,6 +115,10 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
         return {"recompute": recompute}
     if issubclass(kind, PatchMethod):
         return {"predict": predict}
+    if issubclass(kind, FrameMergingMethod):
+        return {"merge": merge}
+    if issubclass(kind, RebuildingMethod):
+        return {"choose": choose_patches}
     if issubclass(kind, EncoderMethod):
         return {"match": match, "schedule": schedule}
     return {"pack": pack} if issubclass(kind, Codec) else {"pick": pick}

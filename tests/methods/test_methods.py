@@ -28,10 +28,12 @@ from mmaccel.merging.pool import Pool, window_grid
 from mmaccel.method import (
     EncoderMethod,
     EncoderTokens,
+    FrameMergingMethod,
     FramesMethod,
     KeyBatch,
     PatchMethod,
     Policy,
+    RebuildingMethod,
     ReuseMethod,
     TokenMethod,
 )
@@ -126,7 +128,16 @@ def test_every_built_in_method_describes_itself() -> None:
         with pytest.raises(AttributeError):
             method.name = "another"  # type: ignore[misc]
         assert isinstance(
-            method, TokenMethod | PatchMethod | EncoderMethod | ReuseMethod | Policy | Codec | FramesMethod
+            method,
+            TokenMethod
+            | PatchMethod
+            | EncoderMethod
+            | ReuseMethod
+            | FrameMergingMethod
+            | RebuildingMethod
+            | Policy
+            | Codec
+            | FramesMethod,
         )
     with pytest.raises(MmaccelError, match="divprune"):
         mmaccel.get_method("div-prune")

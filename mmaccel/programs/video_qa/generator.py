@@ -23,7 +23,7 @@ from ...kv.positions import NextPositions
 from ...media import files
 from ...media.files import Prompt
 from ...media.prepare import prepare
-from ...method import EncoderMethod, FramesMethod, PatchMethod, ProjectorMethod, ReuseMethod
+from ...method import FramesMethod, PatchMethod, ProjectorMethod
 from ...method.model_options import KeepLoaded
 from ...recipe import Recipe, get_recipe
 from ...video.clip import Clip
@@ -99,7 +99,7 @@ def needs_own_prefill(recipe: Recipe) -> str | None:
     for _, method in recipe.build():
         if getattr(method, "needs_question", False):
             return f"{method.name} looks at the question"
-        if not isinstance(method, (FramesMethod, PatchMethod, EncoderMethod, ReuseMethod, ProjectorMethod)):
+        if method.site != "encoder" and not isinstance(method, (FramesMethod, PatchMethod, ProjectorMethod)):
             return f"{method.name} works while the question is read"
     return "positions='paper' changes the positions before the question" if recipe.positions == "paper" else None
 

@@ -73,6 +73,11 @@ class CompactTokens(ABC):
         """``[tiles, T]`` bool: which of the tokens that the tower holds are no padding; None where none are."""
         return None
 
+    @property
+    def held_tiles(self) -> int:
+        """Number of tiles that the tower holds now."""
+        return self.tiles
+
     def lengths(self, whole: Sequence[int]) -> list[int]:
         """Tokens that are left of each frame of a packed sequence, of as many as there were of the ``whole``."""
         if self._lengths is None or self._lengths[0] is not self.place:
@@ -89,7 +94,7 @@ class CompactTokens(ABC):
         parts = self._parts.setdefault(key, [])
         parts.append(self._there(values))
         flat = torch.cat(parts)
-        if len(flat) < len(self.place) - self.cls * self.tiles:
+        if len(flat) < len(self.place) - self.cls * self.held_tiles:
             return None
         del self._parts[key]
         # tokens are counted with CLS, values without

@@ -20,12 +20,14 @@ from ...method import (
     ChunkMethod,
     DraftPolicy,
     EncoderMethod,
+    FrameMergingMethod,
     LayerMethod,
     Method,
     PatchMethod,
     Policy,
     ProjectorMethod,
     ReadingPolicy,
+    RebuildingMethod,
     ReuseMethod,
 )
 from ...recipe import Recipe, losses
@@ -98,6 +100,7 @@ class ModelPlan(Plan):
 
     towers : the model's family.
     patches : the stage in front of the towers, or None. reuse : that between frames inside them.
+    frame_merging, rebuilding : the stage that merges frames in the towers, or has later layers compute a part of the patches.
     projector : the stages between the towers and the language model.
     stage_at_layer : the stage that works at the input of a decoder layer.
     chunks : the stage that has lower layers read a prompt in chunks.
@@ -115,6 +118,8 @@ class ModelPlan(Plan):
     towers: Family
     patches: PlannedStage[PatchMethod] | None = None
     reuse: PlannedStage[ReuseMethod] | None = None
+    frame_merging: PlannedStage[FrameMergingMethod] | None = None
+    rebuilding: PlannedStage[RebuildingMethod] | None = None
     projector: tuple[PlannedStage[ProjectorMethod], ...] = ()
     stage_at_layer: Mapping[int, PlannedStage[LayerMethod]] = field(default_factory=dict)
     chunks: PlannedStage[ChunkMethod] | None = None

@@ -19,7 +19,7 @@ from ..call.call import Call
 from ..call.forward import Prompt, rows_at, to_device_packed
 from ..call.plan import ModelPlan
 from ..call.runs import Run, TextInputs
-from ..tower import patch_pruning, token_groups
+from ..tower import frame_merging, patch_pruning, token_groups
 from .tokens import TokenReducer
 
 #: figures per token ``[B, S]`` that a method is shown beside the tokens, made before it works
@@ -65,7 +65,7 @@ class ReducePrompt(Run):
         prompt, plan = self.prompt, self.prompt.plan
         deepstack = plan.family.deep_features(text.arguments)
         text.planes = _planes(*deepstack) if deepstack is not None else []
-        works = plan.patches is not None or plan.encoder is not None or plan.projector
+        works = plan.patches or plan.encoder or plan.frame_merging or plan.projector
         with prompt.measured("selection", text.embeds.device) if works else nullcontext():
             self._take_from_towers(text)
             for stage in plan.projector:
@@ -81,6 +81,8 @@ class ReducePrompt(Run):
         prompt, plan, outputs = self.prompt, self.prompt.plan, self.call.vision.outputs
         if plan.patches is not None:
             patch_pruning.leave_out(prompt, plan.patches, outputs)
+        if plan.frame_merging is not None:
+            frame_merging.leave_out(prompt, plan.frame_merging, outputs)
         groups = token_groups.settle(plan, prompt.stats, prompt.layout, outputs, text.embeds)
         if plan.encoder is None or groups is None:
             return

@@ -67,7 +67,7 @@ def targets(towers: Towers, layout: Layout, encoded: Mapping[Modality, VisionOut
     A group stays at the place its merged token has in the tower, or at its first place if that one was cropped. Where a
     token is a blend of patches that do not merge as one (pooled clips), it stays if any of them represents its group.
     """
-    held = {m: _held(towers, m, seen, seen.merged) for m, seen in encoded.items() if seen.merged}
+    held = {m: held_groups(towers, m, seen, seen.merged) for m, seen in encoded.items() if seen.merged}
     target = torch.arange(layout.valid.shape[1]).repeat(len(layout.valid), 1)
     for segment in layout.segments:
         if segment.modality not in held:
@@ -85,7 +85,9 @@ def targets(towers: Towers, layout: Layout, encoded: Mapping[Modality, VisionOut
     return target
 
 
-def _held(towers: Towers, modality: Modality, encoded: VisionOutput, merged: CompactTokens) -> tuple[Tensor, Tensor]:
+def held_groups(
+    towers: Towers, modality: Modality, encoded: VisionOutput, merged: CompactTokens
+) -> tuple[Tensor, Tensor]:
     """The group of every token that the tower delivers features for, ``[tokens]`` on the CPU, and whether it represents its
     group. Blends have groups of their own, negative."""
     own = torch.arange(len(merged.owner), device=merged.owner.device)
