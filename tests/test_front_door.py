@@ -200,7 +200,7 @@ def test_papers_that_are_not_here_are_not_here() -> None:
 
 def test_what_matters_is_in_the_signatures() -> None:
     names = ["model", "recipe", "retain", "processor", "positions", "variant", "text_retain", "proportional", "chunk"]
-    names += ["kernels", "offload", "lossless", "draft", "lookup", "fallback", "options"]
+    names += ["frames_at_once", "kernels", "offload", "lossless", "draft", "lookup", "fallback", "options"]
     assert list(inspect.signature(accelerate_vlm).parameters) == names
     assert list(inspect.signature(accelerated).parameters) == names
     for function in (accelerate_encoder, accelerated_encoder):

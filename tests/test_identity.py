@@ -103,6 +103,7 @@ def test_the_type_of_every_value_counts():
         {"variant": "official"},
         {"proportional": "all"},
         {"chunk": 8},
+        {"frames_at_once": 8},
         {"name": "n"},
         {"summary": "s"},
     ],

@@ -715,7 +715,7 @@ def test_what_is_printed_makes_the_recipe_again(chosen):
             model is not None
         )
     told = report.describe(chosen)
-    for name in ("proportional", "variant", "positions", "text_retain", "anchor", "chunk"):
+    for name in ("proportional", "variant", "positions", "text_retain", "anchor", "chunk", "frames_at_once"):
         value = getattr(chosen, name)
         assert (f"{name}={value!r}" in told) == (value != getattr(Recipe, name)), told
         assert (f"{name}={value!r}" in str(chosen)) == (value != getattr(Recipe, name))

@@ -35,6 +35,7 @@ from ..runtime.call.vision_output import VisionOutput
 from ..runtime.graphs import captured
 from ..runtime.tower.attention import VISION
 from ..runtime.tower.encoder_merging import EncoderMerging, hook_features
+from ..runtime.tower.frame_groups import encode_in_groups
 from ..runtime.tower.frame_merging import FrameMerging
 from ..runtime.tower.frame_reuse import FrameReuse
 from ..runtime.tower.patch_pruning import PatchPruning
@@ -171,6 +172,8 @@ class Accelerator(Handle):
         if self.drafts:
             self._wrap(model, "_get_stopping_criteria", functools.partial(_with_tokenizer, plan))
         share_towers(self.fallback, family, self._wrap)
+        for tower in family.towers():
+            self._wrap(tower, "forward", functools.partial(encode_in_groups, plan, tower))
         for modality in family.modalities:
             if hasattr(inner, f"get_{modality}_features"):
                 self._wrap(inner, f"get_{modality}_features", functools.partial(_encode, plan, modality))
@@ -457,6 +460,7 @@ def accelerate_vlm(
     text_retain: float | None = None,
     proportional: Proportional | None = None,
     chunk: int | None = None,
+    frames_at_once: int | None = None,
     kernels: Kernels = "auto",
     offload: Offload | None = None,
     lossless: bool = False,
@@ -486,6 +490,8 @@ def accelerate_vlm(
         clips too, weigh as many as they represent; see :class:`Recipe`. By default ``"none"`` do.
     chunk : tokens of a prompt that the language model reads at once, so that activations do not grow with the prompt; see
         :class:`Recipe`. By default all. ``prefill_chunk_size`` of ``generate`` is taken for it.
+    frames_at_once : pictures, tiles or frames that the vision tower encodes at once, so that its activations do not grow with
+        the clip; see :class:`Recipe`. By default all, or as many as fit where all would not fit in memory.
     kernels : ``"auto"`` runs Triton kernels on GPUs on which they build; ``"off"`` runs their plain definitions for this model,
         whatever the device.
     offload : ``"host"`` keeps keys and values in pinned host memory. A layer is fetched while the one before it computes; of
@@ -509,7 +515,7 @@ def accelerate_vlm(
     -------
     The same model. ``model.mmaccel`` is its :class:`Accelerator`: ``stats()``, ``recipe``, ``remove()``. Its ``generate`` and
     its forward take ``mmaccel=``: a mapping such as ``{"retain": 0.1}`` (retain, positions, variant, text_retain, proportional,
-    chunk) holds for this one call, and ``False`` runs the bare model once.
+    chunk, frames_at_once) holds for this one call, and ``False`` runs the bare model once.
 
     Raises
     ------
@@ -548,6 +554,7 @@ def accelerate_vlm(
         text_retain=text_retain,
         proportional=proportional,
         chunk=chunk,
+        frames_at_once=frames_at_once,
         **options,
     )
     target = _model(model)
@@ -571,6 +578,7 @@ def accelerated(
     text_retain: float | None = None,
     proportional: Proportional | None = None,
     chunk: int | None = None,
+    frames_at_once: int | None = None,
     kernels: Kernels = "auto",
     offload: Offload | None = None,
     lossless: bool = False,
@@ -590,8 +598,8 @@ def accelerated(
     False
     """
     given: dict[str, Any] = {"retain": retain, "positions": positions, "variant": variant, "text_retain": text_retain}
-    given |= {"proportional": proportional, "chunk": chunk, "processor": processor, "kernels": kernels}
-    given |= {"offload": offload, **options}
+    given |= {"proportional": proportional, "chunk": chunk, "frames_at_once": frames_at_once}
+    given |= {"processor": processor, "kernels": kernels, "offload": offload, **options}
     given |= {"lossless": lossless, "draft": draft, "lookup": lookup, "fallback": fallback}
     return restored(lambda: accelerate_vlm(model, recipe, **given), lambda: Accelerator.on(_model(model)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -59,6 +60,32 @@ class PackedGrids(Family):
             first += t * h * w
         groups = [(size, torch.cat(places).to(pixels.device)) for size, places in of_size.items()]
         return [(scaled[at].view(len(at), *size, -1), at) for size, at in groups]
+
+    @property
+    def frames_a_size(self) -> int:
+        return int(getattr(self.vision, "temporal_patch_size", 1))
+
+    def tower_sizes(self, given: Mapping[str, Any]) -> list[int]:
+        """Patches of every frame of every picture or clip."""
+        return [h * w for t, h, w in given["grid_thw"].tolist() for _ in range(t)]
+
+    def tower_part(self, given: Mapping[str, Any], sizes: Sequence[int], begin: int, end: int) -> dict[str, Any]:
+        """Frames are cut off clips, whose parts are clips of their own: frames do not see each other."""
+        grids: Tensor = given["grid_thw"]
+        owner = torch.repeat_interleave(torch.arange(len(grids)), grids[:, 0].cpu())[begin:end]
+        whose, frames = owner.unique_consecutive(return_counts=True)
+        part = dict(given)
+        for name, x in given.items():
+            if isinstance(x, Tensor) and x.dim() and len(x) == len(grids):
+                part[name] = x[whose.to(x.device)]
+        part["grid_thw"] = part["grid_thw"].clone()
+        part["grid_thw"][:, 0] = frames
+        first = sum(sizes[:begin])
+        tensors = ((name, x) for name, x in given.items() if isinstance(x, Tensor))
+        name, pixels = max(tensors, key=lambda pair: pair[1].numel())
+        dim = 0 if len(pixels) == sum(sizes) else 1
+        part[name] = pixels.narrow(dim, first, sum(sizes[begin:end]))
+        return part
 
     def grids(self, modality: Modality, encoded: EncoderCall) -> list[tuple[int, int, int]]:
         """(t, h, w) of every picture in tokens."""

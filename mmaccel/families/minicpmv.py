@@ -4,7 +4,8 @@ it."""
 from __future__ import annotations
 
 import re
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -37,12 +38,23 @@ class MiniCpmV(Stateful, TiledByText):
     closed = "joins windows of patches between its layers"
     halves = False
     layers_path = ""
+    joins_along = 1
 
     def side_of(self, encoded: EncoderCall) -> int:
         """Patches along one side of the block that becomes one token; the tower's windows can be left out."""
         mode = encoded.arguments.get("downsample_mode") or self.config.downsample_mode
         side: int = self.config.merge_kernel_size[0] ** self.config.merger_times
         return side if mode == "4x" else side * self.vision.window_kernel_size[0]
+
+    def tower_sizes(self, given: Mapping[str, Any]) -> list[int]:
+        """Patches of every slice."""
+        return [h * w for h, w in given["target_sizes"].tolist()]
+
+    def tower_part(self, given: Mapping[str, Any], sizes: Sequence[int], begin: int, end: int) -> dict[str, Any]:
+        """Slices are packed in rows of pixels ``[1, colours, patch, patches * patch]``."""
+        patch, first, count = self.vision.patch_size, sum(sizes[:begin]), sum(sizes[begin:end])
+        pixels = given["pixel_values"][..., first * patch : (first + count) * patch]
+        return {**given, "pixel_values": pixels, "target_sizes": given["target_sizes"][begin:end]}
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
 

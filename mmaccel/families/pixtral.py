@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ class Mistral3(Family):
     place = 20
     facts = Facts("yes, any size", clips=False, cls=False, merging="2x2 blocks")
     one_call = True
+    joins_along = 1
     usual_std = CLIP_STD
     layers_path = "transformer.layers"
     attention_name = "attention"
@@ -44,6 +46,15 @@ class Mistral3(Family):
         m, height = self.merge, patches // width
         whole = torch.arange(patches).view(height, width)[: height // m * m, : width // m * m]
         return whole.unflatten(1, (-1, m)).unflatten(0, (-1, m)).transpose(1, 2).reshape(-1, m * m)
+
+    def tower_sizes(self, given: Mapping[str, Any]) -> list[int]:
+        """Patches of every picture."""
+        return [h * w for [(h, w)] in self.frames(EncoderCall(dict(given)))]
+
+    def tower_part(self, given: Mapping[str, Any], sizes: Sequence[int], begin: int, end: int) -> dict[str, Any]:
+        listed = given.get("image_sizes")
+        whole = {**given, "image_sizes": torch.as_tensor(listed)} if isinstance(listed, (list, tuple)) else given
+        return super().tower_part(whole, sizes, begin, end)
 
     def unit_pixels(self, encoded: EncoderCall, pixels: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Every picture without the padding to the largest."""

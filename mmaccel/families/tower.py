@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -232,6 +233,27 @@ class ModelTowers(Towers):
         """The input patch at each place of a tower's sequence, ``[patches]`` long; None if the order is that of the
         input."""
         return None
+
+    # --- groups of pictures -----------------------------------------------------------------------------------
+    #: dimension of the tower's outputs along which groups of pictures follow each other
+    joins_along: ClassVar[int] = 0
+
+    @property
+    def frames_a_size(self) -> int:
+        """Frames of a clip in each of :meth:`tower_sizes`."""
+        return 1
+
+    def tower_sizes(self, given: Mapping[str, Any]) -> list[int]:
+        """Sizes of all pictures, tiles or frames, relative to each other, in the arguments of a tower's forward; by default
+        tiles of one size along the first dimension of tensors."""
+        return [1] * max(len(x) for x in given.values() if isinstance(x, Tensor) and x.dim() > 2)
+
+    def tower_part(self, given: Mapping[str, Any], sizes: Sequence[int], begin: int, end: int) -> dict[str, Any]:
+        """The arguments for the pictures, tiles or frames from number ``begin`` to before ``end``."""
+        return {
+            name: x[begin:end] if isinstance(x, Tensor) and x.dim() and len(x) == len(sizes) else x
+            for name, x in given.items()
+        }
 
     def features(self, output: Any) -> list[Tensor]:
         """The features ``[..., D]`` in the ``output`` of ``get_image_features`` or ``get_video_features``."""

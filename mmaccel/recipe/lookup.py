@@ -18,6 +18,8 @@ from .recipe import OwnStage, Positions, Proportional, Recipe, Stage
 Part: TypeAlias = RecipeName | str | Path | Method | type[Method] | Stage | Recipe | Mapping[str, Any]
 #: the method that takes the folder of a selector, and the file by which such a folder is known
 _LEARNED, _SELECTOR = "learned", "selector.json"
+#: settings of a whole recipe
+_WHOLE = ("positions", "variant", "text_retain", "proportional", "chunk", "frames_at_once")
 #: bytes of a recipe's file at most
 _LARGEST = 4 << 20
 #: or several of them, in the order of their sites
@@ -59,6 +61,7 @@ def get_recipe(
     text_retain: float | None = None,
     proportional: Proportional | None = None,
     chunk: int | None = None,
+    frames_at_once: int | None = None,
     **options: Any,
 ) -> Recipe:
     """The recipe that a name, method, stage, mapping, file or list of these describes.
@@ -68,8 +71,8 @@ def get_recipe(
     which : the name of a recipe or method; a method with its options, such as ``FastV(layer=3)``, or its class, also one of
         yours that is not registered; a :class:`Stage`; a :class:`Recipe`; its content as a mapping or as JSON, or a JSON file;
         the folder of a selector (see :class:`~mmaccel.Learned`); or several of these, in the order of their sites.
-    retain, positions, variant, text_retain, proportional, chunk, **options : see :func:`mmaccel.accelerate_vlm`; None is as the
-        recipe says.
+    retain, positions, variant, text_retain, proportional, chunk, frames_at_once, **options : see
+        :func:`mmaccel.accelerate_vlm`; None is as the recipe says.
 
     Raises
     ------
@@ -91,6 +94,7 @@ def get_recipe(
         "text_retain": text_retain,
         "proportional": proportional,
         "chunk": chunk,
+        "frames_at_once": frames_at_once,
     }
     return _recipe(which).override(**{name: value for name, value in given.items() if value is not None}, **options)
 
@@ -195,8 +199,8 @@ def _joined(parts: list[Recipe]) -> Recipe:
     anchor: int | None = None
     stages: list[Stage] = []
     for part in parts:
-        whole = {name: getattr(part, name) for name in ("positions", "variant", "text_retain", "proportional", "chunk")}
-        for name, value in whole.items():
+        for name in _WHOLE:
+            value = getattr(part, name)
             if value != getattr(Recipe, name):
                 raise MmaccelError(
                     f"Recipe {part.name!r} says {name}={value!r}, which holds for a whole recipe; give it as a keyword beside "

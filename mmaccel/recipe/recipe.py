@@ -25,7 +25,7 @@ Proportional = Literal["none", "pictures", "all"]
 #: sites at which tokens are dropped
 _BEFORE_CACHE = ("patches", "encoder", "projector", "layers")
 #: what a caller may set besides options of methods
-_OVERRIDES = ("retain", "positions", "variant", "text_retain", "proportional", "chunk")
+_OVERRIDES = ("retain", "positions", "variant", "text_retain", "proportional", "chunk", "frames_at_once")
 _SITES = ("frames", "patches", "encoder", "projector", "layers", "cache", "codec")
 
 
@@ -154,10 +154,11 @@ class Recipe:
         picture and most like it, and ``log n`` is added to the attention logits of a token that represents ``n``. It is for
         recipes that do not touch the cache; flash attention gives way to sdpa.
     chunk : tokens that the language model reads at once of a prompt, of those that methods before it leave; None for all. The
-        answer is that of one piece, up to rounding, and activations are those of a chunk. A cache policy evicts after each
-        chunk what exceeds its budget for the whole prompt, so that no layer holds more than budget, text and one chunk; it
-        chooses by what it has seen up to there, and queries see what is left of earlier chunks. Methods that need the whole
-        prompt inside the language model, and ``text_retain`` of a policy, are refused.
+        answer is that of one piece, up to rounding. A cache policy evicts after each chunk what exceeds its budget for the
+        whole prompt, so that no layer holds more than budget, text and one chunk; it chooses by what it has seen up to there,
+        and queries see what is left of it. Methods that need the whole prompt are refused, as is a policy's ``text_retain``.
+    frames_at_once : pictures, tiles or frames that the vision tower encodes at once (all, if a method works inside it); None
+        for all, or as many as fit. Features are those of another batch size.
     anchor : the number of the stage that ``retain`` sets, if the others before and inside the language model keep their
         proportion to it (where one of them would then keep everything, all shares are raised to one power instead); by default
         ``retain`` sets the last of them, and stages before it leave at least as much.
@@ -181,6 +182,7 @@ class Recipe:
     anchor: int | None = None
     proportional: Proportional = "none"
     chunk: int | None = None
+    frames_at_once: int | None = None
 
     def __post_init__(self) -> None:
         if self.positions not in ("keep", "gap", "paper"):
@@ -193,7 +195,7 @@ class Recipe:
             raise MmaccelError(f"proportional={self.proportional!r} is unknown; use 'none', 'pictures' or 'all'.")
         if self.text_retain is not None:
             check_retain(self.text_retain, "text_retain")
-        _check_size(self.chunk)
+        _check_sizes(self)
         _check_sites(self.name, [stage.kind for stage in self.stages])
         for stage in self.stages:
             if stage.retain is not None:
@@ -417,12 +419,14 @@ def _check_sites(name: str, methods: Sequence[type[Method]]) -> None:
         _refuse_pair(name, one, other, one.excludes.get(other.site))
 
 
-def _check_size(chunk: Any) -> None:
-    """Raise :class:`MmaccelError` unless ``chunk`` is None or a number of tokens."""
-    if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
-        raise MmaccelError(
-            f"chunk must be a whole number of tokens, at least 1, got {chunk!r:.40}; leave it out for one piece."
-        )
+def _check_sizes(recipe: Recipe) -> None:
+    """Raise :class:`MmaccelError` unless the sizes of chunks and of groups of frames are None or whole numbers from 1."""
+    for name, unit, default in (("chunk", "tokens", "one piece"), ("frames_at_once", "frames", "all at once")):
+        value = getattr(recipe, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise MmaccelError(
+                f"{name} must be a whole number of {unit}, at least 1, got {value!r:.40}; leave it out for {default}."
+            )
 
 
 def _check_chunk(recipe: Recipe, method: Method) -> None:
@@ -447,9 +451,9 @@ def _refuse_pair(name: str, one: Method | type[Method], other: Method | type[Met
 
 
 def overrides(recipe: Recipe) -> list[str]:
-    """Names that :meth:`Recipe.override` takes for a recipe; for one without stages ``chunk``."""
+    """Names that :meth:`Recipe.override` takes for a recipe; for one without stages the sizes of chunks and groups."""
     if not recipe.stages:
-        return ["chunk"]
+        return ["chunk", "frames_at_once"]
     return [*_OVERRIDES, *sorted(set().union(*(_options(one.kind) for one in recipe.stages)))]
 
 

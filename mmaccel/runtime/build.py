@@ -79,7 +79,7 @@ from .prompt.reduce import LookFirst, ReducePrompt, WritePrompt, positions_every
 from .prompt.tokens import TokenReducer
 
 #: options that may differ in one call: all others decide which modules are hooked and which taps the tower has
-PER_CALL = ("retain", "positions", "variant", "text_retain", "proportional", "chunk")
+PER_CALL = ("retain", "positions", "variant", "text_retain", "proportional", "chunk", "frames_at_once")
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
@@ -269,7 +269,8 @@ def plan_for_call(plan: ModelPlan, asked: bool | Mapping[str, Any] | None, lossl
     if asked is False or lossless:
         notes = ("mmaccel=False: the bare model ran",)
         offload = plan.offload if lossless else None
-        return ModelPlan(Recipe("none"), plan.towers, (), None, notes, plan.kernels, origin=plan, offload=offload)
+        bare = Recipe("none", frames_at_once=plan.recipe.frames_at_once if lossless else None)
+        return ModelPlan(bare, plan.towers, (), None, notes, plan.kernels, origin=plan, offload=offload)
     if asked is None or asked is True:
         return plan
     if not isinstance(asked, Mapping):

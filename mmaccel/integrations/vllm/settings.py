@@ -144,6 +144,10 @@ def settings_of(given: Any) -> Settings:
         raise UnsupportedError(
             f"chunk={chosen.chunk} is for transformers, and vLLM cuts prompts itself (max_num_batched_tokens); leave it out."
         )
+    if chosen.frames_at_once is not None:
+        raise UnsupportedError(
+            f"frames_at_once={chosen.frames_at_once} is for transformers, and vLLM batches pictures itself; leave it out."
+        )
     return Settings(chosen, numbering, apart)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .search import Candidate, Search, Tuned
 
 #: fields of a recipe that change its effect
-_TYPED = ("stages", "positions", "variant", "text_retain", "anchor", "proportional", "chunk")
+_TYPED = ("stages", "positions", "variant", "text_retain", "anchor", "proportional", "chunk", "frames_at_once")
 #: pairs that a rank correlation needs
 _FEWEST_PAIRS = 8
 

@@ -20,6 +20,7 @@ from ...errors import UnsupportedError
 from ...kv.forward_info import ForwardInfo, Phase
 from .call import current
 from .forward import Forward, Piece, Prompt
+from .mlp_pieces import MlpPieces
 from .plan import ModelPlan
 from .runs import Run, Runs, TextInputs
 
@@ -101,7 +102,15 @@ def no_cache(size: int | None) -> UnsupportedError:
 
 
 def split_forward(plan: ModelPlan, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the forward of the text model: it is run piece by piece where the runs of a forward say so."""
+    """Wrap the forward of the text model: it is run piece by piece where the runs of a forward say so, and its MLPs in pieces
+    where they would take too much memory."""
+    text = plan.family.text
+    mlps = MlpPieces(list(text.layers), getattr(text.config, "num_experts_per_tok", None) or 1)
+
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        embeds: Tensor = kwargs["inputs_embeds"]
+        with mlps.over(embeds.shape[:2].numel(), embeds.dtype, embeds.device):
+            return original(*args, **kwargs)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -109,8 +118,10 @@ def split_forward(plan: ModelPlan, original: Callable[..., Any]) -> Callable[...
         runs = None if call is None or call.observer is not None else call.text.runs
         split = None if runs is None else runs.of(SplitPrefill)
         if runs is None or split is None or not split.pieces:
-            return original(*args, **kwargs)
-        return split.run(runs, original, kwargs)
+            embeds = kwargs["inputs_embeds"] if "inputs_embeds" in kwargs else None  # noqa: SIM401: a step calls no more
+            prompt = embeds is not None and embeds.shape[1] > 1
+            return bounded(*args, **kwargs) if prompt else original(*args, **kwargs)
+        return split.run(runs, bounded, kwargs)
 
     return forward
 
