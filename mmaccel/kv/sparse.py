@@ -229,6 +229,7 @@ class SparseMemory:
     chosen : ``[B, n]`` bool, the visual places that were read.
     left_out : of each row, how many stored visual places a step does not read, where the host knows.
     level : ``[B]``, the threshold that the last prompt has set, see :meth:`mmaccel.method.ReadingPolicy.level`.
+    noted : by layer what :meth:`mmaccel.method.ReadingPolicy.note_queries` returned for the last prompt, ``[B, ...]`` each.
     layers : what each layer carries by its number, where every layer chooses for itself. What is missing, or belongs to
         another index than the layer has now, is made anew in the next step.
     """
@@ -238,12 +239,13 @@ class SparseMemory:
     chosen: Tensor | None = None
     left_out: list[int] | None = None
     level: Tensor | None = None
+    noted: dict[int, Tensor] = field(default_factory=dict)
     layers: dict[int, LayerRead] = field(default_factory=dict)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that is carried."""
         held = [x for x in (self.count, self.paid, self.chosen, self.level) if x is not None]
-        return held + [x for layer in self.layers.values() for x in layer.tensors()]
+        return held + [*self.noted.values(), *(x for layer in self.layers.values() for x in layer.tensors())]
 
     def move(self, device: torch.device) -> None:
         """Move what the layer below chooses by to another device."""
@@ -252,7 +254,7 @@ class SparseMemory:
 
     def copy(self) -> SparseMemory:
         """A copy to change independently. Tensors are not copied, since they are never changed in place."""
-        return replace(self, layers=dict(self.layers))
+        return replace(self, noted=dict(self.noted), layers=dict(self.layers))
 
     def crop(self, seen: int) -> None:
         """Forget what every layer chose from, and what a step chose if any of the places from ``seen`` on are in it."""
@@ -272,6 +274,7 @@ class SparseMemory:
         """Keep, repeat or reorder rows of the batch; see :class:`.shared.Memory`."""
         self.left_out = None
         select_rows(self, ("count", "paid", "chosen", "level"), rows)
+        self.noted = {number: x[rows.to(x.device)] for number, x in self.noted.items()}
         shared = {id(layer.choices): layer.choices for layer in self.layers.values()}
         made = {key: choices.select(rows) for key, choices in shared.items()}
         for number, layer in self.layers.items():

@@ -21,11 +21,13 @@ class KeyUnits:
     keys : ``[B, Hkv, P, page, D]``, by place; meaningless where there is none.
     there : ``[B, 1 or Hkv, P, page]`` bool; a short last page ends in False, and so do rows and heads that store fewer.
     scaling : the factor of ``q . k`` in attention.
+    noted : what :meth:`ReadingPolicy.note_queries` returned for the last prompt; None where it is not called.
     """
 
     keys: Tensor
     there: Tensor
     scaling: float
+    noted: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,8 @@ class ReadingPolicy(Policy):
     mixes_heads = False
     #: whether :meth:`pick` may leave out units though all are :meth:`wanted`
     partial: ClassVar[bool] = False
+    #: whether a layer chooses by the query that the input of the layer before promises, so that keys are known a layer ahead
+    ahead: ClassVar[bool] = False
     limits = {"layer": "[0, inf) or [0.0, 1.0]"}
 
     layer: float = 0
@@ -127,6 +131,11 @@ class ReadingPolicy(Policy):
         return 1
 
     @property
+    def noted(self) -> int:
+        """Number of a prompt's last queries that :meth:`note_queries` sees; 0 if it is not to be called."""
+        return 0
+
+    @property
     def summarises(self) -> bool:
         """Whether :meth:`summarise` is to be called. A step looks at no key before it has chosen then: what is packed is chosen
         by packed pages, each as good as its best unit, and only these are read."""
@@ -140,6 +149,11 @@ class ReadingPolicy(Policy):
     def level(self, layers: Sequence[Observed], share: Tensor) -> Tensor:
         """``[B]``: a threshold over all ``layers`` that choose, by what the prompt's last ``window`` queries see in them, where
         ``share [B]`` of the visual keys is to be read. Called at the end of a prompt for policies with a ``window``."""
+        raise NotImplementedError
+
+    def note_queries(self, queries: Tensor, seen: Tensor) -> Tensor:
+        """``[B, ...]``: a summary of the prompt's last :attr:`noted` ``queries [B, Hq, W, D]`` of a layer, which reaches
+        :meth:`summarise`; those that are not ``seen [B, W]`` are padding."""
         raise NotImplementedError
 
     @abstractmethod
@@ -174,6 +188,21 @@ def best(ratings: Tensor, step: ReadStep, least: Tensor | None = None) -> Picked
         return Picked(units.int(), step.count.expand(units.shape[:2]))
     gone = None if step.all_there else step.gone
     return Picked(*best_units(ratings, step.count, step.most, each=step.each, gone=gone, least=least))
+
+
+def keep_for(picked: Picked, step: ReadStep, steps: int) -> tuple[Picked, dict[str, Tensor]]:
+    """The units that every row last chose, from what is ``picked``, which it does every so many ``steps``; and what is carried
+    to the next step."""
+    if steps == 1:
+        return picked, {}
+    units, counts, before = *picked, step.carried
+    age = torch.zeros(len(units), 1, dtype=torch.int32, device=units.device)
+    if before:
+        age = (before["age"] + 1) % steps
+        new = age == 0
+        units = torch.where(new[..., None], units, before["units"])
+        counts = torch.where(new, counts, before["counts"])
+    return Picked(units, counts), {"units": units, "counts": counts, "age": age}
 
 
 def by_kv_head(x: Tensor, heads: int) -> Tensor:

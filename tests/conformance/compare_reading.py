@@ -250,6 +250,32 @@ def shadowkv(params: Params, arrays: Arrays) -> None:
         same_set(chosen.flatten().nonzero()[:, 0], arrays["out_positions"][head])
 
 
+def infinigen(params: Params, arrays: Arrays) -> None:
+    """Of the hidden states of the layer below; theirs ranks for every head, and the weights of the query carry the scale."""
+    keys = arrays["in_k"].transpose(0, 1)[None]
+    _, heads, total, width = keys.shape
+    queries = arrays["in_q"].view(1, total, heads, width).transpose(1, 2)
+    guess = torch.nn.functional.linear(arrays["in_hidden"][0], arrays["in_wq"]).view(1, heads, 1, width)
+    options = {"share": params["partial_weight_ratio"], "alpha": params["alpha"], "queries": total, "layer": 0}
+    policy = make("infinigen", **options)
+    run = CacheRun(policy, params["max_num_kv"], layers=2)
+    run.begin(total)
+    for layer in range(2):
+        run.feed(keys, keys, queries, layer)
+    step = run.begin(1, prompt=False)
+    layer = run.state.layers[1]
+    stored, values = layer.update(torch.zeros(1, heads, 1, width), torch.zeros(1, heads, 1, width))
+    found = step.keys_to_read(LayerAttended(1, guess, stored, values, None, 1.0, None))
+    memory = run.state.shared.memory(SparseMemory)
+    assert memory is not None and found is not None and found.chosen is not None
+    columns = memory.noted[1][0]
+    for ours, theirs in zip(columns, arrays["out_columns"], strict=True):
+        same_set(ours, theirs)
+    read = found.chosen.mask(total + 1)[0, :, 0].expand(heads, -1)
+    for head, theirs in enumerate(arrays["out_prefetch"].T):
+        same_set(read[head, :total].nonzero()[:, 0], theirs)
+
+
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("mit-han-lab/Quest", "forward (q_len 1) / local_heavy_hitter_mask"): quest,
     ("pzs19/TokenSelect", "TokenRetriever.retrieval_indices / get_topk_tokens"): tokenselect,
@@ -260,5 +286,6 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("xxhhbbbb/VisionPulse", "visionpulse/triton/budget.py:build_sparse_decode_indices_q1"): visionpulse_blocks,
     ("hpcgroup/loki", "mask_attn_pca_topk"): loki,
     ("bytedance/ShadowKV", "ShadowKVCache.get_svd / prefill_kv_cache / get_retrieval_position_ids"): shadowkv,
+    ("snu-comparch/InfiniGen", "partial_weight_index_generation / speculate_attention"): infinigen,
     ("Infini-AI-Lab/TriForce", "RetrievalCache.init_graph_cache"): triforce,
 }

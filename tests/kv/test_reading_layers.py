@@ -658,6 +658,13 @@ LAUNCHES = {
     "squeezed-attention": 12,
     "clusterkv": 6,
     "doublesparsity": 15,
+    "infinigen": 39,
+    "leoam": 14,
+    "lserve": 20,
+    "mpcache": 4,
+    "recycled-attention": 17,
+    "shadowkv": 13,
+    "triforce": 1,
 }
 
 

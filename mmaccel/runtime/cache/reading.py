@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...kv.cache import CacheState
 from ...method import LayerAttention, ReadingPolicy
+from ..call.call import Call
 from ..call.forward import Forward
-from ..call.plan import PlannedStage
+from ..call.plan import ModelPlan, PlannedStage
 from ..call.runs import KeysToRead, LayerAttended
+from ..prompt.lookahead import own_query
 from .eviction import CachePolicy
 from .sparse_read import first_layer, note_read, packed_read, prepare_reads, read_layer, sparse_read
 
@@ -39,6 +43,7 @@ class ReadKeys(CachePolicy):
         super().__init__(forward, stage, state)
         self.reading = stage.method
         self.reads_keys = not stage.method.summarises
+        self.last_queries = 0 if self.prompt is None else self.policy.window or self.reading.noted
         self._scaling = 1.0
         #: the last queries of each layer of a prompt ``[B, Hq, W, D]``, and which are tokens ``[B, W]`` bool
         self._queries: dict[int, tuple[Tensor, Tensor]] = {}
@@ -50,7 +55,7 @@ class ReadKeys(CachePolicy):
         if layer.number < first_layer(self.reading, self.depth):
             return None
         held, key = self.state.layers[layer.number], None if layer.as_stored else layer.key
-        chosen = read_layer(self.reading, held, layer.query, key, layer.scaling)
+        chosen = read_layer(self.reading, held, self.asking(layer), key, layer.scaling)
         if chosen is None:
             return None
         if layer.number in self.forward.incoming.where_parked:
@@ -58,13 +63,17 @@ class ReadKeys(CachePolicy):
         pages = packed_read(held, chosen) if layer.as_stored and layer.visible is None else None
         return KeysToRead(chosen, pages)
 
+    def asking(self, layer: LayerAttended) -> Tensor:
+        """``[B, Hq, 1, D]``: the queries by which a layer chooses."""
+        return layer.query
+
     def after_attention(self, layer: LayerAttended) -> None:
         """Note the keys of a prompt, and its last queries."""
         if self.prompt is None:
             return
         self.prompt.note(layer.number, layer.query.device)
         self._scaling = layer.scaling
-        if window := self.policy.window:
+        if window := self.last_queries:
             places = self.prompt.tokens.of_layer(layer.number, layer.query.device).places[:, -window:]
             self._queries[layer.number] = layer.query[:, :, -window:].clone(), places >= 0
 
@@ -76,3 +85,30 @@ class ReadKeys(CachePolicy):
                 prepare_reads(self.reading, layers, self._scaling, self._queries, self.prompt.tokens.text_rows)
             self._queries = {}
         super().finish()
+
+
+class ReadKeysAhead(ReadKeys):
+    """Every layer chooses the keys that it reads by the query that it would have if its input were that of the layer before
+    it."""
+
+    def __init__(
+        self, call: Call[ModelPlan], forward: Forward, stage: PlannedStage[ReadingPolicy], state: CacheState
+    ) -> None:
+        super().__init__(forward, stage, state)
+        self.call = call
+        self._now: Tensor | None = None
+        self._next: Tensor | None = None
+
+    def before_layer(self, number: int, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """Compute the query by which the next layer chooses."""
+        self._now, self._next = self._next, None
+        family, above = self.forward.plan.family, number + 1
+        if self.prompt is None and hidden.shape[1] == 1 and above in family.attending:
+            # layers that turn their keys otherwise are given other angles
+            if family.rope_kind(number) == family.rope_kind(above):
+                self._next = own_query(self.call, above, family.text.layers[above], hidden, arguments)
+        return hidden
+
+    def asking(self, layer: LayerAttended) -> Tensor:
+        """``[B, Hq, 1, D]``: the query that the layer before promised; its own where that has another RoPE."""
+        return layer.query if self._now is None else self._now.to(layer.query)

@@ -37,7 +37,7 @@ def note_prompt(shared: Shared, table: Tensor, count: Tensor, text_rows: Tensor 
     if before is None:
         shared.keep(SparseMemory(count))
         return
-    memory = shared.keep(SparseMemory(before.count + count, level=before.level))
+    memory = shared.keep(SparseMemory(before.count + count, level=before.level, noted=before.noted))
     if text_rows is not None and before.paid is not None and before.chosen is not None:
         new, behind = ~text_rows.to(before.paid.device)[:, None], (0, table.shape[1] - before.paid.shape[1])
         # like no attention there may be, so that these rows choose anew
@@ -46,8 +46,8 @@ def note_prompt(shared: Shared, table: Tensor, count: Tensor, text_rows: Tensor 
 
 
 def first_layer(policy: Policy, depth: int) -> int:
-    """The first layer that reads some keys only; at least 1 where the attention of the layer below chooses them."""
-    least = int(policy.recalls and not policy.chooses_by_layer)
+    """The first layer that reads some keys only; at least 1 where the layer below chooses them."""
+    least = int(policy.recalls and (not policy.chooses_by_layer or cast(ReadingPolicy, policy).ahead))
     return min(max(least, layer_at(getattr(policy, "layer", 1), depth)), depth)
 
 
@@ -283,6 +283,8 @@ def pinned_reads(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> dic
 
 def unpinnable(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> str:
     """Reason why steps cannot choose the keys that they read of these layers while they are pinned; empty if they can."""
+    if policy.ahead:
+        return f"{policy.name} chooses by the input of the layer before"
     return next(filter(None, (_copies(policy, layer) for layer in layers[first_layer(policy, len(layers)) :])), "")
 
 
@@ -328,10 +330,13 @@ def prepare_reads(
     """Prepare, behind a prompt, the choices of these layers in the steps that follow.
 
     asked : of every layer the last queries of the prompt ``[B, Hq, W, D]``, and which are no padding ``[B, W]`` bool, for
-        policies with a ``window``.
+        policies with a ``window`` or that note queries.
     text_rows : see :func:`note_prompt`.
     """
     observed: list[Observed] = []
+    if policy.noted:
+        for layer in layers:
+            _note_queries(policy, layer, *asked[layer.number], text_rows)
     for group in _same_choices(layers):
         memory = group[0].shared.memory(SparseMemory)
         assert memory is not None
@@ -350,6 +355,20 @@ def prepare_reads(
         if before is not None and text_rows is not None:
             level = torch.where(text_rows.to(level.device), before.to(level), level)
         memory.level = level
+
+
+def _note_queries(
+    policy: ReadingPolicy, layer: QuantisedLayer, queries: Tensor, seen: Tensor, text_rows: Tensor | None
+) -> None:
+    """Keep a summary of the last queries of a layer's prompt; ``text_rows`` keep that of an earlier one."""
+    memory = layer.shared.memory(SparseMemory)
+    assert memory is not None
+    noted = check_rows(policy, "note_queries()", policy.note_queries(queries, seen), len(queries), queries)
+    before = memory.noted.get(layer.number)
+    if before is not None and text_rows is not None:
+        old = text_rows.to(noted.device).view(-1, *[1] * (noted.dim() - 1))
+        noted = torch.where(old, before.to(noted), noted)
+    memory.noted[layer.number] = noted
 
 
 def _same_choices(layers: Sequence[QuantisedLayer]) -> Iterator[list[QuantisedLayer]]:
@@ -393,7 +412,9 @@ def _looked_at(
     units = [_at(choices.rated, stored) for stored in keys]
     # as if they were rows
     real = (choices.rated >= 0).repeat(number, 1, 1, 1)
-    summary = policy.summarise(KeyUnits(torch.cat(units) if number > 1 else units[0], real, scaling))
+    noted = [memory.noted[layer.number] for layer in layers if layer.number in memory.noted]
+    shown = torch.cat(units) if number > 1 else units[0]
+    summary = policy.summarise(KeyUnits(shown, real, scaling, torch.cat(noted) if noted else None))
     for name, x in check_type(policy, "summarise()", summary, dict).items():
         check_rows(policy, f"summarise() ({name!r})", x, len(real), real)
     parts = {name: x.chunk(number) for name, x in summary.items()}

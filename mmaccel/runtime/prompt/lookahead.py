@@ -34,15 +34,7 @@ def _attention(
 ) -> LayerAttention:
     """The attention of the ``layer`` that ``run`` comes to, over the places ``chosen [B, q]`` of a prompt (-1 padding), on the
     CPU. Keys of earlier turns take no part. For ``visible`` see :class:`.preview.Preview`."""
-    call.observer = preview = Preview(layer, visible)
-    try:
-        with suppress(LayerReached), torch.no_grad():
-            run()
-    finally:
-        call.observer = None
-    if preview.found is None:
-        raise RuntimeError(f"layer {layer} was not reached")
-    query, key, scaling = preview.found
+    query, key, scaling = _reached(call, layer, run, visible)
     real, (_, text) = chosen >= 0, prompt.kinds(chosen)
     valid, spoken = (x.bool() for x in to_device_packed(query.device, real, text))
     sees = None
@@ -56,10 +48,38 @@ def _attention(
     return LayerAttention(query, key, sees, scaling, spoken)
 
 
+def _reached(
+    call: Call[ModelPlan], layer: int, run: Callable[[], Any], visible: Visible | None = None
+) -> tuple[Tensor, Tensor, float]:
+    """Queries ``[B, Hq, q, D]`` and keys ``[B, Hkv, q, D]`` behind RoPE of the ``layer`` that ``run`` comes to, and the factor
+    of their products."""
+    call.observer = preview = Preview(layer, visible)
+    try:
+        with suppress(LayerReached), torch.no_grad():
+            run()
+    finally:
+        call.observer = None
+    if preview.found is None:
+        raise RuntimeError(f"layer {layer} was not reached")
+    return preview.found
+
+
 def own_attention(
     call: Call[ModelPlan], prompt: Prompt, number: int, layer: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
 ) -> LayerAttention:
     """The attention that a layer is about to pay, ``hidden [B, q, D]`` being its input."""
+    return _attention(call, prompt, number, _to_attention(call, layer, hidden, kwargs), prompt.chosen)
+
+
+def own_query(call: Call[ModelPlan], number: int, layer: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """The queries ``[B, Hq, q, D]`` behind RoPE that a layer would have if ``hidden [B, q, D]`` were its input."""
+    return _reached(call, number, _to_attention(call, layer, hidden, kwargs))[0]
+
+
+def _to_attention(
+    call: Call[ModelPlan], layer: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
+) -> Callable[[], None]:
+    """What runs the attention of a layer with ``hidden [B, q, D]`` as its input and the arguments ``kwargs``."""
     # layers may be spread over devices, and the input of one is moved to it later
     device = next(layer.parameters()).device
     # some scale queries by their positions
@@ -78,7 +98,7 @@ def own_attention(
             attention_mask=None,
         )
 
-    return _attention(call, prompt, number, run, prompt.chosen)
+    return run
 
 
 def first_pass(
