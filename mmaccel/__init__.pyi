@@ -63,7 +63,9 @@ from .kv.policies.em_llm import EMLLM as EMLLM
 from .kv.policies.expected_attention import ExpectedAttention as ExpectedAttention
 from .kv.policies.frame_bounds import FrameBounds as FrameBounds
 from .kv.policies.h2o import H2O as H2O
+from .kv.policies.infinigen import InfiniGen as InfiniGen
 from .kv.policies.infinipot_v import InfiniPotV as InfiniPotV
+from .kv.policies.infllm import InfLLM as InfLLM
 from .kv.policies.keydiff import KeyDiff as KeyDiff
 from .kv.policies.keyformer import Keyformer as Keyformer
 from .kv.policies.knorm import KNorm as KNorm
@@ -71,8 +73,11 @@ from .kv.policies.kvzip import KVzip as KVzip
 from .kv.policies.lagkv import LagKV as LagKV
 from .kv.policies.leverage import Leverage as Leverage
 from .kv.policies.loki import Loki as Loki
+from .kv.policies.lserve import LeoAM as LeoAM
+from .kv.policies.lserve import LServe as LServe
 from .kv.policies.magicdec import MagicDec as MagicDec
 from .kv.policies.morphkv import MorphKV as MorphKV
+from .kv.policies.mpcache import MPCache as MPCache
 from .kv.policies.mustdrop_cache import MustDropCache as MustDropCache
 from .kv.policies.noncausal_attention import NonCausalAttention as NonCausalAttention
 from .kv.policies.observed_attention import ObservedAttention as ObservedAttention
@@ -80,6 +85,7 @@ from .kv.policies.qfilter import QFilter as QFilter
 from .kv.policies.quest import Quest as Quest
 from .kv.policies.quickprefill import QuickPrefill as QuickPrefill
 from .kv.policies.raas import RaaS as RaaS
+from .kv.policies.recycled_attention import RecycledAttention as RecycledAttention
 from .kv.policies.rekv import ReKV as ReKV
 from .kv.policies.rpc import RPC as RPC
 from .kv.policies.shadowkv import ShadowKV as ShadowKV

@@ -150,6 +150,9 @@ class CacheOptions(Method):
     budget_in : ``keys``, or ``bytes``: ``retain`` is then the share of the bytes that the keys and values of the model would
         take. As the codec of the recipe packs them in fewer bits, so many more of them stay.
     joint : text and visual keys share one budget, which is then ``retain`` of all keys.
+    close_gaps : give the keys that stay consecutive positions, and what follows the positions behind them, as the
+        ``KeyRerotationPress`` of kvpress does: keys are turned by the difference. All heads of all layers must keep as many
+        keys. By default keys keep their positions.
     text_policy : the policy, by name, that ranks text keys where they have a budget (``text_retain``); by default this one.
 
     ``variant="official"``: budgets are split as in the authors' programs, which do not meet them exactly: ``pyramid`` in whole
@@ -181,6 +184,7 @@ class CacheOptions(Method):
     merge_share: float = 1.0
     budget_in: str = "keys"
     joint: bool = False
+    close_gaps: bool = False
     text_policy: str = ""
 
     def __post_init__(self) -> None:
@@ -284,6 +288,12 @@ class Policy(CacheOptions):
         super().__post_init__()
         if self.prompt_only and self.scheduled:
             raise MmaccelError(f"{self.name} scores the keys of a prompt when it ends; leave out every and cap.")
+        uneven = self.choice("layer_budget")[0] != "uniform" or self.choice("head_budget")[0] != "uniform"
+        if self.close_gaps and (uneven or self.decodes or self.budget != "exact"):
+            raise MmaccelError(
+                f"close_gaps of {self.name} needs as many keys in all heads of all layers, and none evicted later; leave it "
+                "out, or leave out layer_budget, head_budget, every and cap, with a policy whose budget is exact."
+            )
 
     def check(self, family: ModelFacts) -> None:
         """Raise :class:`MmaccelError` where options cannot be combined."""

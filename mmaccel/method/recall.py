@@ -37,6 +37,8 @@ class RecallPolicy(Policy):
     unrotated: ClassVar[bool] = True
     #: whether all layers of a session read the same frames: the question is read once to rate them, and once more with them
     together: ClassVar[bool] = False
+    #: whether :meth:`summarise` is given the attention that keys received
+    weighs: ClassVar[bool] = False
     shared = True
     excludes = {
         "cache": "a recipe has at most one method at site 'cache'",
@@ -59,9 +61,15 @@ class RecallPolicy(Policy):
         frames : ``[F, Hkv, E]`` float32, what :meth:`summarise` returned for every frame there, in the order of the video.
         """
 
-    def summarise(self, keys: Tensor, frame: Tensor, count: int) -> Tensor:
+    @property
+    def distance(self) -> int:
+        """Distance of a question's queries from all frames, in positions, when they are compared with keys without RoPE."""
+        return 0
+
+    def summarise(self, keys: Tensor, frame: Tensor, count: int, received: Tensor | None = None) -> Tensor:
         """``[count, Hkv, E]``: a summary of the ``keys [Hkv, n, D]`` float32 of each frame, key i being of ``frame[i]``; by
-        default their mean."""
+        default their mean. ``received [Hq, n]`` float32 is the attention that each query head paid to them while they were
+        read, summed over its queries; None unless the policy :attr:`weighs` keys."""
         return frame_means(keys, frame, count)
 
     def common(self, ratings: Sequence[Tensor]) -> Tensor:
@@ -95,7 +103,12 @@ class RecallPolicy(Policy):
             named = torch.stack([keys.picture[row, at], keys.cells[row, at, 0]], dim=1)
             found, frame = named.unique(dim=0, return_inverse=True)
             asking = keys.queries[row][:, keys.places[row] >= 0].float()
-            rating = self.rate(asking, self.summarise(keys.keys[row][:, at].float(), frame, len(found)))
+            shown, received = keys.keys[row][:, at].float(), None
+            if self.weighs:
+                every = keys.keys[row].float().masked_fill(~keys.valid[row, None, :, None], 0.0)
+                logits = by_query_head_logits(asking, every) * keys.scaling
+                received = logits.masked_fill(~keys.valid[row], -torch.inf).softmax(-1).sum(1)[:, at]
+            rating = self.rate(asking, self.summarise(shown, frame, len(found), received))
             out[row, :, at] = rating[frame]
         return out
 
@@ -109,6 +122,13 @@ def frame_means(keys: Tensor, frame: Tensor, count: int) -> Tensor:
 def by_query_head(frames: Tensor, heads: int) -> Tensor:
     """``[F, Hkv, D]`` -> ``[F, heads D]``: the key of each of so many query heads, side by side."""
     return frames.repeat_interleave(heads // frames.shape[1], dim=1).flatten(1)
+
+
+def by_query_head_logits(query: Tensor, keys: Tensor) -> Tensor:
+    """``[Hq, q, n]``: products of ``query [Hq, q, D]`` and ``keys [Hkv, n, D]`` of the head that each reads."""
+    return (
+        (query.unflatten(0, (len(keys), -1)).flatten(1, 2) @ keys.mT).unflatten(1, (-1, query.shape[1])).flatten(0, 1)
+    )
 
 
 def best(ratings: Tensor, count: int) -> Tensor:

@@ -26,6 +26,7 @@ from ..media.files import Clip, Prompt, encode
 from ..method import Policy, RecallPolicy
 from ..method.registry import methods
 from ..recipe import Recipe, Stage, get_recipe
+from ..runtime.cache.rotation import moves_keys
 from ..video.clip import as_frames, as_rate
 from .model_lock import model_lock
 
@@ -363,8 +364,7 @@ def _recall_stage(recall: str | Stage, family: Family) -> Stage:
     if not issubclass(stage.kind, RecallPolicy):
         names = ", ".join(repr(name) for name, kind in methods().items() if issubclass(kind, RecallPolicy))
         raise MmaccelError(f"{stage.method!r} recalls no frames; use one of {names}.")
-    rope = family.text.config.rope_parameters or {}
-    if not family.halves or rope.get("rope_type") in ("dynamic", "longrope"):
+    if not moves_keys(family):
         raise UnsupportedError(
             f"Keys of this {family.name} model cannot be moved to other positions; leave out recall=, and use a "
             "policy that evicts."

@@ -48,12 +48,14 @@ from ..method.reread import RereadPolicy
 from ..method.results import check_type
 from ..recipe import Recipe, Stage
 from ..recipe.recipe import check_together
+from .cache.close_gaps import CloseGaps
 from .cache.eviction import CachePolicy, EvictByDraft, EvictByReread, EvictKeys
 from .cache.offload import FetchKeys, ParkKeys
 from .cache.packing import PackKeys
 from .cache.piece_eviction import EvictByPiece
-from .cache.reading import ReadKeys, RecallKeys
+from .cache.reading import ReadKeys, ReadKeysAhead, RecallKeys
 from .cache.recall import AskFrames, ReadFrames, RecallRun
+from .cache.rotation import moves_keys
 from .call.call import Call
 from .call.forward import Continuation, Forward, Prompt
 from .call.plan import (
@@ -122,6 +124,7 @@ def plan_model(
             "others keep no keys, and what was evicted stays in their states"
         )
     at_layer = _stage_at_layer(recipe, _of(LayerMethod, stages), family, notes)
+    _check_gaps(recipe, stages, family, offload)
     notes += cautions(family, recipe)
     return ModelPlan(
         recipe,
@@ -146,6 +149,24 @@ def plan_model(
         choosers=tuple(stage.method.name for stage in _of(FramesMethod, stages) if stage.method.only_chooses),
         **_stages_by_kind(stages),
     )
+
+
+def _check_gaps(recipe: Recipe, stages: tuple[PlannedStage[Any], ...], family: Family, offload: Offload | None) -> None:
+    """Raise :class:`UnsupportedError` where the keys that stay cannot be given consecutive positions, if they are to be."""
+    policies = [stage.method.name for stage in _of(Policy, stages) if stage.method.close_gaps]
+    if not policies:
+        return
+    if others := [stage.method.name for stage in stages if stage.method.site in ("layers", "codec")]:
+        why = f"{', '.join(others)} of recipe {recipe.name!r} leaves layers of different lengths, or packs keys as they stand"
+    elif recipe.chunk is not None or offload is not None:
+        why = "keys are moved when the whole prompt is evicted from, where chunk= and offload= have moved them on"
+    elif not moves_keys(family):
+        why = f"keys of this {family.name} model cannot be moved to other positions"
+    elif "mrope_section" in (family.text.config.rope_parameters or {}):
+        why = f"positions of this {family.name} model have three axes, and keys stand behind each other on one"
+    else:
+        return
+    raise UnsupportedError(f"close_gaps=True of {policies[0]}: {why}; leave out close_gaps.")
 
 
 def key_biases(family: Family) -> dict[int, Tensor]:
@@ -285,6 +306,7 @@ def plan_for_call(plan: ModelPlan, asked: bool | Mapping[str, Any] | None, lossl
             )
     recipe = plan.recipe.override(**{name: value for name, value in asked.items() if value is not None})
     stages = _in_variant(plan, recipe)
+    _check_gaps(recipe, stages, plan.family, plan.offload)
     primary = None if recipe.primary is None else plan.stages[recipe.primary].method
     if isinstance(primary, FramesMethod) and recipe.retain != plan.recipe.retain:
         raise UnsupportedError(
@@ -361,6 +383,8 @@ def _runs_of_prompt(call: Call[ModelPlan], prompt: Prompt) -> Iterator[Run]:
     if state is not None and plan.policy is not None and recall is None:
         policy = _policy(call, prompt, state, split)
         yield policy
+        if plan.policy.method.close_gaps:
+            yield CloseGaps(prompt, state)
     if state is not None and plan.token_groups:
         yield PackKeys(prompt, state, policy)
     yield WeighTokens(prompt)
@@ -408,6 +432,8 @@ def _policy(
     """The run of a plan's policy."""
     plan = forward.plan
     assert plan.policy is not None
+    if plan.reading is not None and plan.reading.method.ahead:
+        return ReadKeysAhead(call, forward, plan.reading, state)
     if plan.reading is not None:
         return ReadKeys(forward, plan.reading, state)
     if plan.policy.method.recalls:

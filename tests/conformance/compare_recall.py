@@ -61,8 +61,61 @@ def reduction(params: Params, arrays: Arrays) -> None:
     close(made.substitute(clip.features)[0][made.kept[0]], arrays["out_x"].flatten(0, 1))
 
 
+def rotated(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
+    """``x [H, n, D]`` with RoPE in halves."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None].float() * base ** (-torch.arange(half).float() / half)
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def infllm(params: Params, arrays: Arrays) -> None:
+    """The program's loop with our vectors of blocks and our choice. As shipped, keys that are in no block yet and out of the
+    window of the last query are visible to all queries of a step, so that some count twice."""
+    q, k, v = (arrays[name] for name in ("in_q", "in_k", "in_v"))
+    (heads, total, width), base = q.shape, params["rope_base"]
+    k, v = (x.repeat_interleave(heads // len(x), dim=0) for x in (k, v))
+    local, block, init = params["n_local"], params["block_size"], params["n_init"]
+    policy = make("infllm", frames=params["topk"], representatives=params["repr_topk"], local=local)
+    far = rotated(q, torch.full((total,), policy.distance), base)
+    score, first, sinks = torch.zeros(heads, total), 0, 0
+    blocks: list[int] = []
+    vectors, outputs, chosen = list[torch.Tensor](), [], []
+    for begin in range(0, total, params["exc_block_size"]):
+        end = min(begin + params["exc_block_size"], total)
+        near = torch.arange(max(0, begin - local), end)
+        asking = rotated(q[:, begin:end], torch.arange(begin, end) - near[0], base)
+        apart = torch.arange(begin, end)[:, None] - near
+        inside = asking @ rotated(k[:, near], near - near[0], base).mT
+        inside = inside.masked_fill((apart < 0) | (apart >= local), -torch.inf)
+        picked = policy.choose(far[:, begin:end], torch.stack(vectors)).tolist() if vectors else []
+        assert all(one < len(blocks) for one in picked)
+        chosen.append(picked)
+        outside = [place for one in picked for place in range(blocks[one], blocks[one] + block)]
+        outside += [*range(sinks), *range(first, max(first, end - local))]
+        weights = torch.cat([inside, far[:, begin:end] @ k[:, outside].mT], dim=-1) * width**-0.5
+        weights = weights.softmax(-1)
+        outputs.append(weights @ torch.cat([v[:, near], v[:, outside]], dim=1))
+        score[:, near] += weights[..., : len(near)].sum(1)
+        if sinks < init and end - first > local:
+            more = min(init - sinks, end - first - local)
+            sinks, first = sinks + more, first + more
+        while end - first - block >= local:
+            part = slice(first, first + block)
+            # every query head has its own keys here
+            vectors.append(policy.summarise(k[:, part], torch.zeros(block), 1, score[:, part])[0])
+            blocks.append(first)
+            first += block
+    close(torch.stack(vectors), arrays["out_block_repr"])
+    for ours, theirs in zip(chosen, arrays["out_selected"], strict=True):
+        same_set(torch.tensor(ours), theirs[theirs >= 0])
+    close(torch.cat(outputs, dim=1), arrays["out_attn"])
+
+
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("Becomebright/ReKV", "ContextManager._calc_block_topk / VectorTensor.get_cosine_similarity"): rekv,
+    ("thunlp/InfLLM", "ContextManager.append (one prompt)"): infllm,
     ("em-llm/EM-LLM-model", "events_with_similarity_adjustment / modularity"): em_llm,
     ("YIGE24/StreamingTOM", "CTR.compress_features"): reduction,
     (

@@ -23,6 +23,7 @@ from mmaccel.core.stats import Stats
 from mmaccel.decoding.accept import accept_greedy, accept_sampled
 from mmaccel.decoding.base import Drafter
 from mmaccel.decoding.drafters import get_drafter
+from mmaccel.families.mrope import ThreeAxes, next_positions
 from mmaccel.kv.cache import CacheState
 from mmaccel.kv.forward_info import ForwardInfo, Phase
 from mmaccel.method import DraftPolicy, LayerAttention, Method, Policy, ReadingPolicy, registry
@@ -38,7 +39,9 @@ Compare = Callable[[Mapping[str, Any], Mapping[str, Tensor]], None]
 #: the registered methods, drafters and functions that were used since this was last cleared
 made: list[str] = []
 #: functions of the product that vectors show though they are no method
-FUNCTIONS: dict[str, Callable[..., Any]] = {one.__name__: one for one in (accept_greedy, accept_sampled)}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    one.__name__: one for one in (accept_greedy, accept_sampled, ThreeAxes.new_positions, next_positions)
+}
 #: what comparators call that no registered method calls
 BENEATH: dict[Compare, str] = {}
 

@@ -25,7 +25,7 @@ class FrameBounds(RecallPolicy):
     default_retain = 0.25
     together = True
 
-    def summarise(self, keys: Tensor, frame: Tensor, count: int) -> Tensor:
+    def summarise(self, keys: Tensor, frame: Tensor, count: int, received: Tensor | None = None) -> Tensor:
         """``[count, Hkv, 2 D]``: the largest and the smallest keys; 0 where a frame has none."""
         parts = [keys[:, frame == number] for number in range(count)]
         bounds = [torch.cat([x.amax(1), x.amin(1)], dim=-1) if x.shape[1] else keys.new_zeros(()) for x in parts]

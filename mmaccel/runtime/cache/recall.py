@@ -13,9 +13,13 @@ from ...kv.cache import CacheState
 from ...kv.index import KeyIndex, to_device
 from ...kv.layer import CompressedLayer
 from ...kv.parked import ParkedFrame, ParkedFrames, Parts, SeenFrame, full, park
-from ...method import RecallPolicy
+from ...method import LayerAttention, RecallPolicy
 from ..call.forward import Continuation, Forward, Prompt, chosen_of
 from ..call.runs import KeysToRead, LayerAttended, Run, TextInputs
+from .rotation import half, rotations, turned
+
+#: queries whose attention is computed at once
+ROWS = 256
 
 
 class RecallRun(Run):
@@ -32,34 +36,15 @@ class RecallRun(Run):
     def before_text(self, text: TextInputs) -> None:
         """Note the rotations of the new tokens."""
         if self.policy.unrotated:
-            self._rotation = self._rotations(text.arguments["position_ids"], self.forward.device)
+            cos, sin = rotations(self._text, text.arguments["position_ids"], self.forward.device)
+            self._rotation = cos[0], sin[0]
 
     # --- rotations ----------------------------------------------------------------------------------------------
-    def _rotations(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines ``[n, D]`` float32 of RoPE at positions ``[1, n]`` or ``[axes, 1, n]``."""
-        rope = self._text.config.rope_parameters or {}
-        sections: list[int] | None = rope.get("mrope_section")
-        if positions.dim() == 3:
-            positions = positions[-3:]
-        if sections is not None and positions.dim() == 2:
-            positions = positions[None].expand(3, -1, -1)
-        like = torch.zeros(1, device=device)
-        cos, sin = self._text.rotary_emb(like, positions.to(device))
-        if cos.dim() == 4 and sections is not None:
-            # the older transformers leave it to the layers to choose an axis for every channel
-            cos, sin = (
-                torch.cat([part[i % 3] for i, part in enumerate(x.split(2 * sections, dim=-1))], dim=-1)
-                for x in (cos, sin)
-            )
-        return cos[0].float() / self._scale, sin[0].float() / self._scale
-
     def _turned(self, keys: Tensor, by: Sequence[int]) -> Tensor:
         """``keys [1, Hkv, n, D]``, key ``i`` moved ``by[i]`` positions further."""
         if not any(by):
             return keys
-        cos, sin = self._rotations(torch.tensor([by], device=keys.device), keys.device)
-        x = keys.float()
-        return (x * cos + _half(x) * sin).to(keys.dtype)
+        return turned(self._text, keys, torch.tensor([[by]], device=keys.device))
 
     def _unrotated(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
         """``x [H, n, D]`` of the new tokens without RoPE, float32; ``slots [n]``, which of those that entered the text model
@@ -68,7 +53,7 @@ class RecallRun(Run):
         if self._rotation is None:
             return x
         cos, sin = (y.to(x.device) if slots is None else y.to(x.device)[slots] for y in self._rotation)
-        return (x * cos - _half(x) * sin) / self._scale
+        return (x * cos - half(x) * sin) / self._scale
 
     # --- frames that come back ------------------------------------------------------------------------------------
     def bring_back(self, layer: LayerAttended) -> None:
@@ -92,7 +77,8 @@ class RecallRun(Run):
 
     def _asked(self, layer: LayerAttended) -> tuple[Tensor, Tensor]:
         """The queries of the new tokens, and the summaries of the parked frames."""
-        query = self._unrotated(layer.query[0], self._slots(layer.number)).cpu()
+        query = self._unrotated(layer.query[0], self._slots(layer.number))
+        query = self._turned(query[None], [self.policy.distance] * query.shape[1])[0].cpu()
         return query, self.memory.summaries(layer.number)
 
     def _slots(self, number: int) -> Tensor | None:
@@ -184,6 +170,11 @@ class ReadFrames(RecallRun):
         assert self.state.positions.offset is not None
         memory.begins.append(prompt.seen + prompt.length - int(self.state.positions.offset[0]))
 
+    @property
+    def last_queries(self) -> int | None:  # type: ignore[override]
+        """All queries are looked at where attention counts."""
+        return None if self.policy.weighs else 0
+
     def _slots(self, number: int) -> Tensor | None:
         entered, left = chosen_of(self._prompt.incoming.phases[0][1]), chosen_of(self._prompt.phase(number))
         return None if left is entered else torch.searchsorted(entered[0], left[0])
@@ -205,7 +196,8 @@ class ReadFrames(RecallRun):
             places = chosen_of(self._prompt.phase(number))[0]
             keys = self._unrotated(layer.key[0, :, -len(places) :], self._slots(number))
             frame = to_device(self._frame[places], keys.device)
-            self._summaries[number] = self.policy.summarise(keys, frame, self._count).cpu()
+            received = _received(layer)[:, -len(places) :] if self.policy.weighs else None
+            self._summaries[number] = self.policy.summarise(keys, frame, self._count, received).cpu()
 
     def finish(self) -> None:
         """Park the oldest frames."""
@@ -307,6 +299,15 @@ def frames_of(prompt: Prompt, prefix: int) -> tuple[Tensor, int]:
     return frame, count
 
 
+def _received(layer: LayerAttended) -> Tensor:
+    """``[Hq, K]`` float32: the attention that every query head has paid to the keys of a layer, summed over its queries."""
+    text = torch.ones(1, layer.query.shape[2], dtype=torch.bool, device=layer.query.device)
+    attention = LayerAttention(layer.query, layer.key, layer.visible, layer.scaling, text)
+    count = layer.query.shape[2]
+    parts = [attention.attention(first, min(first + ROWS, count))[0].sum(1) for first in range(0, count, ROWS)]
+    return torch.stack(parts).sum(0)
+
+
 def _parts(policy: RecallPolicy, layer: CompressedLayer, prefix: int, counts: Sequence[int]) -> list[Parts]:
     """The keys and values of the frames behind the prompt's beginning, packed on the CPU."""
     width = slice(prefix, prefix + sum(counts))
@@ -326,9 +327,3 @@ def _extend(held: CompressedLayer, head: Tensor, keys: Tensor, values: Tensor, p
     held.keys = torch.cat([head, keys, held.keys[:, :, prefix:]], dim=2)
     held.values = torch.cat([held.values[:, :, :prefix], values, held.values[:, :, prefix:]], dim=2)
     held.index = KeyIndex(torch.cat([places[:, :prefix], recalled, places[:, prefix:]], dim=1), False, index.upto)
-
-
-def _half(x: Tensor) -> Tensor:
-    """``x [..., D]`` turned by a quarter, channel ``i`` with channel ``i + D / 2``."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([-b, a], dim=-1)

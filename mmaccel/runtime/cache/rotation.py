@@ -1,0 +1,48 @@
+"""Keys that move to other positions: RoPE turns them by the difference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...families import Family
+
+
+def moves_keys(family: Family) -> bool:
+    """Whether keys of a model can be moved to other positions: RoPE turns halves, by angles that no length changes."""
+    rope = family.text.config.rope_parameters or {}
+    return bool(family.halves) and rope.get("rope_type") not in ("dynamic", "longrope")
+
+
+def rotations(text: Any, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines ``[B, n, D]`` float32 of the RoPE of a ``text`` model at positions ``[B, n]`` or ``[axes, B, n]``; the
+    factor that some kinds of RoPE multiply them by is left out."""
+    rope = text.config.rope_parameters or {}
+    sections: list[int] | None = rope.get("mrope_section")
+    if positions.dim() == 3:
+        positions = positions[-3:]
+    if sections is not None and positions.dim() == 2:
+        positions = positions[None].expand(3, -1, -1)
+    cos, sin = text.rotary_emb(torch.zeros(1, device=device), positions.to(device))
+    if cos.dim() == 4 and sections is not None:
+        # the older transformers leave it to the layers to choose an axis for every channel
+        cos, sin = (
+            torch.cat([part[i % 3] for i, part in enumerate(x.split(2 * sections, dim=-1))], dim=-1) for x in (cos, sin)
+        )
+    scale = float(getattr(text.rotary_emb, "attention_scaling", 1.0))
+    return cos.float() / scale, sin.float() / scale
+
+
+def turned(text: Any, keys: Tensor, by: Tensor) -> Tensor:
+    """``keys [B, Hkv, n, D]``, each moved ``by [B, 1 or Hkv, n]`` positions further."""
+    cos, sin = (x.unflatten(0, by.shape[:2]) for x in rotations(text, by.flatten(0, 1), keys.device))
+    x = keys.float()
+    return (x * cos + half(x) * sin).to(keys.dtype)
+
+
+def half(x: Tensor) -> Tensor:
+    """``x [..., D]`` turned by a quarter, channel ``i`` with channel ``i + D / 2``."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([-b, a], dim=-1)
