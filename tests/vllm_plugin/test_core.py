@@ -606,6 +606,24 @@ def test_options_that_nobody_reads_are_refused(processing):
         given(**processing)
 
 
+def test_options_of_processors_that_vllm_wrote_itself_are_their_attributes():
+    """They do not say their options otherwise, and vLLM's own question fails."""
+
+    class Info:
+        get_hf_processor = staticmethod(lambda: SimpleNamespace(image_processor=SimpleNamespace(max_dynamic_patch=4)))
+
+        @property
+        def supported_mm_processor_kwargs(self):
+            raise AttributeError("'InternVLImageProcessor' object has no attribute 'valid_kwargs'")
+
+    served = ServedProcessor()
+    served.info = Info()
+    served._check_known({"max_dynamic_patch": 2, "images_kwargs": {"max_dynamic_patch": 2}})
+    for wrong in ({"retian": 0.1}, {"images_kwargs": {"retian": 0.1}}):
+        with pytest.raises(MmaccelError, match="Nothing reads 'retian'"):
+            served._check_known(wrong)
+
+
 def test_a_request_s_wrong_budget_is_refused_before_its_pictures_are_processed(monkeypatch):
     monkeypatch.delattr(StockProcessor, "apply")
     for wrong in ({"mmaccel": {"recipe": "uniform"}}, {"retain": 1.5}, {"retain": 1e-30}, {"mmaccel": "no"}):
@@ -918,7 +936,7 @@ def test_pictures_of_any_size_with_text_behind_their_rows():
         (rows[:2], "video", False),
     ):
         assert served._apart(modality, shown) == apart
-    with pytest.raises(UnsupportedError, match="not tried with that of Pixtral"):
+    with pytest.raises(UnsupportedError, match="not tested with this one in vLLM"):
         ServingPlan(Settings(get_recipe("visionzip")), config("pixtral"), LLAVA)
 
 

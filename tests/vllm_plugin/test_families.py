@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("vllm.config")
 
+import internvl_chat
 import tiny
 import zoo
 
@@ -32,6 +33,17 @@ def test_answers_of_transformers(family: str, recipe: str, retain: float, models
         for kind in tiny.kinds(family):
             rows = tiny.rows(family, kind)
             assert tiny.served(llm, family, rows) == tiny.expected(family, rows, recipe, retain=retain), kind
+
+
+@pytest.mark.parametrize("recipe, retain", [("none", None), ("divprune", 0.25), ("visionzip", 0.3)])
+def test_published_checkpoints_of_internvl_answer_as_on_transformers(
+    recipe: str, retain: float | None, tmp_path: Path
+) -> None:
+    options = {} if retain is None else {"retain": retain}
+    with tiny.engine(internvl_chat.folder(tmp_path), {"recipe": recipe, **options}, trust_remote_code=True) as llm:
+        for kind in ("image", "images", "video", "mixed"):
+            rows = tiny.rows(internvl_chat.NAME, kind)
+            assert tiny.served(llm, internvl_chat.NAME, rows) == internvl_chat.expected(rows, recipe, **options), kind
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -26,13 +26,13 @@ def _serves(family: str, architecture: str, recipe: str) -> bool:
 
 
 def test_the_page_says_which_families_serve_which_recipes() -> None:
-    rows = dict(re.findall(r"^\| ([\w.-]+) \| `(\w+ForConditionalGeneration)` ", PAGE, re.M))
+    rows = dict(re.findall(r"^\| ([\w.-]+) \| `(\w+ForConditionalGeneration|InternVLChatModel)` ", PAGE, re.M))
     assert list(rows.values()) == list(ARCHITECTURES)
     said = re.findall(r"^\| (`.*`) \| (.+) \|$", PAGE, re.M)
     assert len(said) == 3
     for recipes, where in said:
         for name, architecture in rows.items():
-            family = name.lower().replace("-", "_").replace(".", "_")
+            family = name.lower().replace("-", "_").replace(".", "_").removesuffix("_chat")
             _, but, others = where.partition("all but ")
             here = where == "all" or (name not in others.split(", ") if but else name in where.split(", "))
             for recipe in re.findall(r"`([\w-]+)`", recipes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,14 +25,18 @@ class Architecture:
     layers : the path of the tower's layers, for methods that look into the tower.
     sizes : arguments in which items are joined along the first axis, with the argument (one row an item) whose product is
         each item's share of it. All others have one entry an item, or are one number for all.
+    tapped : whether methods that look into the tower are tested.
     rename : makes a name of a checkpoint one that vLLM's ``load_weights`` knows.
+    config : the configuration of transformers that describes a model of vLLM's ``ModelConfig``.
     pictures : of a call of ``embed_multimodal``, where the family cannot tell them from vLLM's arguments.
     """
 
     pixels: Mapping[Modality, str]
     layers: str
     sizes: Mapping[str, str] = field(default_factory=dict)
+    tapped: bool = True
     rename: Callable[[str], str] | None = None
+    config: Callable[[Any], Any] = attrgetter("hf_config")
     pictures: Callable[[Any, Modality, Arguments], list[Picture] | None] = lambda family, modality, arguments: None
 
     def modality(self, arguments: Arguments) -> Modality | None:
@@ -94,6 +99,30 @@ def _counted(family: Any, modality: Modality, arguments: Arguments) -> list[Pict
     return consecutive([[(1, family.cells, family.cells)] * count for count in counts], clips=modality == "video")
 
 
+def _internvl(model_config: Any) -> Any:
+    """The configuration in transformers of an InternVL whose checkpoint comes with code of its own; that one does not name the
+    placeholders."""
+    from transformers import InternVLConfig
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    words, given = cached_tokenizer_from_config(model_config).get_vocab(), model_config.hf_config
+    side, patch = given.force_image_size or given.vision_config.image_size, given.vision_config.patch_size
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    config = InternVLConfig(
+        vision_config={
+            **{name: getattr(given.vision_config, name) for name in names},
+            "image_size": [side, side],
+            "patch_size": [patch, patch],
+        },
+        text_config=given.get_text_config(),
+        downsample_ratio=given.downsample_ratio,
+        vision_feature_layer=given.select_layer,
+        image_token_id=words["<IMG_CONTEXT>"],
+    )
+    config.video_token_id = words.get("<|video_pad|>")
+    return config
+
+
 def _pooled(family: Any, modality: Modality, arguments: Arguments) -> list[Picture] | None:
     """Split clips of LLaVA-OneVision, which may differ in length."""
     if modality == "image":
@@ -127,6 +156,7 @@ def _halved(family: Any, modality: Modality, arguments: Arguments) -> list[Pictu
 _GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
 _BOTH: dict[Modality, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 _TILES = {"pixel_values": "image_num_patches", "pixel_values_videos": "video_num_patches"}
+_FLAT = {"pixel_values_flat": "image_num_patches", "pixel_values_flat_video": "video_num_patches"}
 _PARTS = {"pixel_values": "num_patches", "pixel_attention_mask": "num_patches"}
 _NESTED = "vision_tower.vision_model.encoder.layers"
 
@@ -145,8 +175,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"video": "pixel_values_videos"}, _NESTED, rename=_clip_tower, pictures=_halved
     ),
     "InternVLForConditionalGeneration": Architecture(_BOTH, "vision_tower.encoder.layer", _TILES, pictures=_counted),
+    "InternVLChatModel": Architecture(
+        {"image": "pixel_values_flat", "video": "pixel_values_flat_video"},
+        "vision_model.encoder.layers",
+        _FLAT,
+        config=_internvl,
+        pictures=_counted,
+    ),
     "Mistral3ForConditionalGeneration": Architecture(
-        {"image": "pixel_values"}, "vision_tower.transformer.layers", pictures=_sized
+        {"image": "pixel_values"}, "vision_tower.transformer.layers", tapped=False, pictures=_sized
     ),
     **dict.fromkeys(
         ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),

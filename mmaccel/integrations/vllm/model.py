@@ -241,7 +241,7 @@ class ReducedModel:
             rows = [row[:, : -digits.CHANNELS] for row in multimodal_embeddings]
             offsets = digits.read(torch.cat([row[:, -digits.CHANNELS :] for row in multimodal_embeddings]))
             ids = torch.as_tensor(input_ids).to(mrope_positions.device)
-            visual = self.plan.family.visual(ids)
+            visual = self.plan.visual(ids)
             filled, behind = filled_in(mrope_positions, visual, num_computed_tokens, offsets.to(mrope_positions.device))
         if filled.shape[1] > length:
             behind = int(filled[0, length])

@@ -22,7 +22,8 @@ from .settings import override_of, settings_of
 
 def plan_of(model_config: Any, name: str) -> ServingPlan:
     """The plan of a model whose overrides ask for a recipe; vLLM loads it as the architecture ``name``."""
-    return ServingPlan(settings_of(override_of(model_config)), model_config.hf_config, ARCHITECTURES[name])
+    architecture = ARCHITECTURES[name]
+    return ServingPlan(settings_of(override_of(model_config)), architecture.config(model_config), architecture)
 
 
 def wrap_registry() -> None:

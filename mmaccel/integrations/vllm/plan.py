@@ -75,9 +75,10 @@ class ServingPlan:
             _check(method, settings.recipe.name)
         self.plan: ModelPlan = plan_model(settings.recipe, self.family, None, "auto")
         self.wanted: list[Tap] = [tap for stage in self.plan.stages for tap in stage.method.taps()]
-        if self.wanted and isinstance(self.family, Mistral3):
+        # a LLaVA may have the tower of Pixtral
+        if self.wanted and (isinstance(self.family, Mistral3) or not architecture.tapped):
             raise UnsupportedError(
-                f"Recipe {settings.recipe.name!r} looks into the tower, which is not tried with that of Pixtral in vLLM; use "
+                f"Recipe {settings.recipe.name!r} looks into the vision tower, which is not tested with this one in vLLM; use "
                 "a recipe that reads the tokens alone, such as 'divprune'."
             )
         for number in (self.family.tap_layer(layer) for tap in self.wanted for layer in tap.layers):
@@ -93,9 +94,13 @@ class ServingPlan:
         return bool(self.plan.projector)
 
     @property
-    def placeholders(self) -> set[int | None]:
+    def placeholders(self) -> set[int]:
         """Ids of the placeholders of visual tokens."""
-        return {self.family.token_id(modality) for modality in self.family.modalities}
+        return {self.placeholder(modality) for modality in self.architecture.pixels}
+
+    def visual(self, ids: Tensor) -> Tensor:
+        """``[n]`` bool: the placeholders in ``ids [n]``."""
+        return torch.isin(ids, torch.tensor(sorted(self.placeholders), device=ids.device))
 
     @property
     def turns(self) -> bool:
@@ -123,7 +128,7 @@ class ServingPlan:
 
     def placeholder(self, modality: Modality) -> int:
         """The placeholder of a picture or clip; families that show clips as pictures have one for both."""
-        return int(self.family.token_id(modality if modality in self.family.modalities else "image") or 0)
+        return int(self.family.token_id(modality) or self.family.token_id("image") or 0)
 
     def count(self, modality: Modality, picture: Picture, budget: Budget) -> Kept:
         """Number of kept tokens of a picture."""

@@ -53,7 +53,11 @@ class ReducedProcessor:
         """Refuse unknown options; a misspelt budget would silently be that of the server."""
         processor = self.info.get_hf_processor()
         parts = [processor, *(getattr(processor, name, None) for name in ("image_processor", "video_processor"))]
-        scopes = self.info.supported_mm_processor_kwargs
+        try:
+            scopes = self.info.supported_mm_processor_kwargs
+        except AttributeError:
+            # processors that vLLM has written itself, as for InternVL, have their options as attributes alone
+            scopes = {}
         known = {*_SCOPES, *(name for names in scopes.values() for name in names)}
         for scope, given in processing.items():
             for name in (scope, *(given if scope in _SCOPES and isinstance(given, Mapping) else ())):
