@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..core.transformers_api import cache_names
-from ..decoding.automaton import Answers
+from ..decoding.automaton import Store
 from ..decoding.drafters import DEFAULT, get_drafter
 from ..errors import MmaccelError, UnsupportedError
 from ..families import Family
@@ -22,7 +22,7 @@ from ..recipe import Recipe, RecipeLike, get_recipe
 from ..recipe.recipe import overrides
 from ..runtime.call.call import Call
 from ..runtime.call.plan import ModelPlan
-from ..runtime.decoding.drafting import Copying, Drafting, Source
+from ..runtime.decoding.drafting import Copying, CopyingTrees, Drafting, Source
 from ..runtime.decoding.length import Costs, best_length
 from ..runtime.decoding.loop import Decoder
 from ..runtime.decoding.model_draft import ModelDraft
@@ -44,7 +44,7 @@ class Learned:
     """Memory of earlier calls of a model: their answers, None where no drafter copies from them, and seconds of forwards by the
     rows of a call."""
 
-    answers: Answers[Any] | None
+    answers: Store | None
     costs: dict[int, Costs] = field(default_factory=dict)
 
 
@@ -154,7 +154,11 @@ class Drafts:
                 return sources
             if self.copying is not None:
                 earlier = {} if self.learned.answers is None else {"earlier": self.learned.answers}
-                sources.append(Copying(self.copying.name, partial(self.copying, **earlier), forbidden))
+                make_drafter, successors = partial(self.copying, **earlier), self.copying.successors
+                chains = Copying(self.copying.name, make_drafter, forbidden, successors)
+                sources.append(chains)
+                if self.copying.nodes and reader.dense:
+                    sources.append(CopyingTrees(chains, self.copying))
             if most is not None and most <= SHORT:
                 if self._model_drafts:
                     decoder.drafting.notes.append(f"no model drafts: the answer has at most {most} tokens")

@@ -82,8 +82,9 @@ class CallStats(Figures):
     drafting: dict[str, Any]
     """Of a call with drafts: ``tokens`` of the answers, ``verifications`` (forwards behind the prompt), ``row_verifications``
     (the same, counted for every row), ``forwards_saved`` (fewer than one token a forward takes), tokens ``drafted`` and
-    ``accepted``, ``tokens_a_verification`` of a row, ``verify_seconds``, and of every source in ``sources`` its drafted and
-    accepted tokens and its seconds. Empty without drafts."""
+    ``accepted``, ``tokens_a_verification`` of a row, ``verify_seconds``, of every source in ``sources`` its drafted and
+    accepted tokens and its seconds, and ``drafted_by``, the source of every token of every answer, empty for the model's own.
+    Empty without drafts."""
     fallback: dict[str, Any]
     """Of a call with a fallback: all ``readings`` (recipe, budget, visual tokens kept), and of every row the number of the
     ``reading`` that its answer comes from and the ``certainty`` of the last answer that was judged. The other figures are those

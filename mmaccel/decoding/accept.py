@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,15 +20,47 @@ class Accepted(NamedTuple):
     accepted: Tensor
 
 
-def accept_greedy(best: Tensor, drafts: Tensor) -> Accepted:
-    """Accept the longest prefix of the drafts that greedy decoding would have chosen, and add the token it chooses next.
+def accept_greedy(best: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """The longest path of drafted tokens that greedy decoding would have chosen: their numbers, in order; the first of several.
 
     Parameters
     ----------
-    best : ``[B, n + 1]`` int64, the model's most probable token after the newest committed token and after each draft.
-    drafts : ``[B, n]`` int64, padded with -1, which is never accepted.
+    best : the model's most probable token after the newest committed token, and after each of the ``n`` drafted ones.
+    tokens, parents : drafted tokens, a chain or a tree as in :class:`.tree.Tree`.
     """
-    return _emitted(drafts, drafts == best[:, :-1], best)
+    length = {-1: 0}
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if parent in length and token == best[parent + 1]:
+            length[node] = length[parent] + 1
+    node, path = max(length, key=lambda one: length[one]), list[int]()
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+def accept_branch(target: Tensor, tokens: Sequence[int], uniform: Sequence[float]) -> tuple[int | None, Tensor]:
+    """Accept one of several tokens that were chosen to follow the same one: which, and the distribution of the next token if
+    none is.
+
+    Each is accepted with its probability among the tokens that are left, ``u < p(x)``, and else taken out. ``target`` is the
+    distribution if rounding leaves nothing.
+
+    Parameters
+    ----------
+    target : ``[V]`` float32, the model's probabilities.
+    tokens : different ones. uniform : one number in [0, 1) for each.
+    """
+    left = target
+    for number, (token, u) in enumerate(zip(tokens, uniform, strict=True)):
+        if u < float(left[token]):
+            return number, left
+        rest = left.index_fill(0, torch.tensor([token], device=left.device), 0.0)
+        total = rest.sum()
+        if not float(total):
+            return None, target
+        left = rest / total
+    return None, left
 
 
 def accept_sampled(

@@ -87,7 +87,14 @@ class SuffixAutomaton:
 A = TypeVar("A", bound=SuffixAutomaton)
 
 
-class Answers(Generic[A]):
+class Store:
+    """Memory of drafters from call to call, which they share as their option ``earlier``."""
+
+    def remember(self, tokens: Sequence[int]) -> None:
+        """Add a whole answer; a store that is filled otherwise ignores it."""
+
+
+class Answers(Store, Generic[A]):
     """Answers of earlier calls, indexed by automata; drafters of later calls share it.
 
     It holds between half of ``most`` tokens and ``most``: the newest answers in one automaton, those before in another, which

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..method.limits import Limit, check_options
-from .automaton import Answers
+from .automaton import Store
+from .tree import Tree
 
 
 class Drafter(ABC):
@@ -21,15 +22,28 @@ class Drafter(ABC):
     name: ClassVar[str]
     #: allowed values of options by name, see :data:`~mmaccel.method.limits.Limit`
     limits: ClassVar[Mapping[str, Limit]] = {}
+    #: the most tokens of a draft that is a tree, and of a path in it; 0 for drafters of chains alone
+    nodes: ClassVar[int] = 0
+    longest: ClassVar[int] = 0
+    #: how many of the likeliest tokens behind each token that the model reads :meth:`learn` is told
+    successors: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         check_options(self)
 
     @classmethod
-    def store(cls) -> Answers[Any] | None:
-        """An empty store of earlier answers, which drafters of several calls share as their option ``earlier``; None if a
-        drafter of this kind copies from its own row only."""
+    def store(cls) -> Store | None:
+        """An empty store of what calls leave, which later drafters share as their option ``earlier``; None if a drafter
+        of this kind copies from its own row only."""
         return None
+
+    def tree(self, tokens: Sequence[int], most: int) -> Tree:
+        """A tree of at most ``most`` tokens that may follow ``tokens``; only of drafters with :attr:`nodes`."""
+        raise NotImplementedError
+
+    def learn(self, tokens: Sequence[int], following: Sequence[Sequence[int]]) -> None:
+        """Called after every forward with the ``tokens`` that the model has read of the row, drafted ones among them, and the
+        likeliest tokens behind each; only of drafters with :attr:`successors`."""
 
     @abstractmethod
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:

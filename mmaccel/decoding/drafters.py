@@ -8,8 +8,11 @@ from .copyspec import CopySpec
 from .prompt_lookup import PromptLookup
 from .suffix_automaton import SAMDecoding
 from .suffix_decoding import SuffixDecoding
+from .token_recycling import TokenRecycling
 
-DRAFTERS: dict[str, type[Drafter]] = {kind.name: kind for kind in (CopySpec, PromptLookup, SAMDecoding, SuffixDecoding)}
+DRAFTERS: dict[str, type[Drafter]] = {
+    kind.name: kind for kind in (CopySpec, PromptLookup, SAMDecoding, SuffixDecoding, TokenRecycling)
+}
 #: the drafter that is used where none is named
 DEFAULT = SuffixDecoding.name
 

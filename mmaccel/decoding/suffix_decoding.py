@@ -5,12 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import accumulate
 from struct import Struct
 from typing import NamedTuple
 
 from .automaton import Answers, SuffixAutomaton
 from .base import Drafter
+from .tree import Tree
 
 _FLOAT32 = Struct("f")
 
@@ -21,13 +23,15 @@ def _rounded(x: float) -> float:
     return found
 
 
-class Chain(NamedTuple):
-    """A draft, the probability of each of its tokens given all before, their sum, and how many tokens matched."""
+class Continuation(NamedTuple):
+    """A draft, the probability of the path to each of its tokens, their sum, how many tokens matched, and of a tree the parents
+    of tokens as in :class:`.tree.Tree`."""
 
     tokens: list[int]
     probabilities: list[float]
     score: float = 0.0
     matched: int = 0
+    parents: list[int] = []
 
 
 class CountedSuffixes(SuffixAutomaton):
@@ -63,12 +67,61 @@ class CountedSuffixes(SuffixAutomaton):
             self.count[state] += 1
             state = self.link[state]
 
-    def continued(self, tokens: Sequence[int], most: int, factor: float, offset: float, least: float) -> Chain:
-        """The best continuation of ``tokens``; see :class:`SuffixDecoding`."""
-        # all tokens are no match: the program asks for one that begins after the first
+    def _matched(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """The longest suffix that occurs. All tokens are no match: the program asks for one that begins after the first."""
         known = min(self.depth, len(tokens) - 1)
-        state, length = self.match(tokens[len(tokens) - known :]) if known > 0 else (0, 0)
-        best = Chain([], [], 0.0, length)
+        return self.match(tokens[len(tokens) - known :]) if known > 0 else (0, 0)
+
+    def branched(self, tokens: Sequence[int], most: int, factor: float, offset: float, least: float) -> Continuation:
+        """The best tree of continuations of ``tokens``; see :class:`SuffixDecoding`."""
+        state, length = self._matched(tokens)
+        best = Continuation([], [], 0.0, length)
+        while state:
+            made = -1
+            for matched in range(min(length, self.length[state]), self.length[self.link[state]], -1):
+                limit, deep = min(most, int(matched * factor + offset + 1e-6)), self.depth - matched
+                # no probability is larger than 1, and shorter matches have no larger trees
+                if limit <= best.score:
+                    break
+                if made < limit or deep < limit:
+                    nodes, chances, parents = self._likeliest(state, limit, deep, least)
+                    made = limit if deep >= limit else -1
+                score = list(accumulate(chances[:limit], lambda a, b: _rounded(a + b), initial=0.0))[-1]
+                if score > best.score:
+                    best = Continuation(nodes[:limit], chances[:limit], score, matched, parents[:limit])
+            state = self.link[state]
+        return best
+
+    def _likeliest(self, state: int, most: int, deep: int, least: float) -> tuple[list[int], list[float], list[int]]:
+        """The ``most`` likeliest of all paths after a state of at most ``deep`` tokens and a probability of at least ``least``:
+        tokens, probabilities and parents."""
+        tokens, chances, parents = list[int](), list[float](), list[int]()
+        # of equal probability the first that were found
+        waiting: list[tuple[float, int, int, int, int, int]] = []
+        found = 0
+
+        def add(state: int, chance: float, parent: int, depth: int) -> None:
+            nonlocal found
+            for token in self.ranked[state] if depth < deep else ():
+                following = self.next[state][token]
+                share = _rounded(self.count[following] / self.count[state])
+                if (after := _rounded(chance * share)) >= least:
+                    heappush(waiting, (-after, found, following, token, parent, depth + 1))
+                    found += 1
+
+        add(state, 1.0, -1, 0)
+        while waiting and len(tokens) < most:
+            chance, _, state, token, parent, depth = heappop(waiting)
+            tokens.append(token)
+            chances.append(-chance)
+            parents.append(parent)
+            add(state, -chance, len(tokens) - 1, depth)
+        return tokens, chances, parents
+
+    def continued(self, tokens: Sequence[int], most: int, factor: float, offset: float, least: float) -> Continuation:
+        """The best chain that continues ``tokens``; see :class:`SuffixDecoding`."""
+        state, length = self._matched(tokens)
+        best = Continuation([], [], 0.0, length)
         while state:
             shortest = self.length[self.link[state]] + 1
             followed, chances = self._frequent(state, min(most, self.depth - shortest), least)
@@ -77,7 +130,7 @@ class CountedSuffixes(SuffixAutomaton):
                 for matched in range(min(length, self.length[state]), shortest - 1, -1):
                     limit = max(min(len(followed), int(matched * factor + offset + 1e-6), self.depth - matched), 0)
                     if scores[limit] > best.score:
-                        best = Chain(followed[:limit], chances[:limit], scores[limit], matched)
+                        best = Continuation(followed[:limit], chances[:limit], scores[limit], matched)
             state = self.link[state]
         return best
 
@@ -149,11 +202,15 @@ class SuffixDecoding(Drafter):
     factor, offset : how long a draft may be for a suffix.
     least : probability of the least probable token.
 
-    Paper and program: the program has trees of suffixes, here counts are in a suffix automaton, which gives the same chains.
-    Drafts that are trees are not offered.
+    A draft that is a tree has the most probable of all continuations, as many as a chain for the same suffix may have tokens.
+
+    Paper and program: the program has trees of suffixes, here counts are in a suffix automaton, which gives the same drafts,
+    but for the order of equal probabilities in a tree.
     """
 
     name = "suffixdecoding"
+    nodes = 16
+    longest = 16
     limits = {"depth": "[2, inf)", "factor": "[0, inf)", "least": "[0, 1]"}
 
     earlier: Answers[CountedSuffixes] | None = None
@@ -171,16 +228,24 @@ class SuffixDecoding(Drafter):
         return Answers(lambda: CountedSuffixes(64))
 
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+        return self._best(tokens, most, False).tokens
+
+    def tree(self, tokens: Sequence[int], most: int) -> Tree:
+        best = self._best(tokens, most, True)
+        return Tree(best.tokens, best.parents)
+
+    def _best(self, tokens: Sequence[int], most: int, branched: bool) -> Continuation:
         for token in tokens[len(self._own.text) :]:
             self._own.extend(token)
         indexes = [self._own, *(self.earlier.automata if self.earlier is not None else ())]
         newest = tokens[-self.depth - 1 :]
-        return max((self.chain(one, newest, most) for one in indexes), key=lambda chain: chain.score).tokens
+        return max((self.best(one, newest, most, branched) for one in indexes), key=lambda best: best.score)
 
     def index(self) -> CountedSuffixes:
         """An empty index of sequences."""
         return CountedSuffixes(self.depth)
 
-    def chain(self, index: CountedSuffixes, tokens: Sequence[int], most: int) -> Chain:
-        """The best continuation of ``tokens`` by what ``index`` has counted."""
-        return index.continued(tokens, most, self.factor, self.offset, _rounded(self.least))
+    def best(self, index: CountedSuffixes, tokens: Sequence[int], most: int, branched: bool) -> Continuation:
+        """The best chain, or ``branched`` the best tree, of continuations of ``tokens`` by what ``index`` has counted."""
+        grow = index.branched if branched else index.continued
+        return grow(tokens, most, self.factor, self.offset, _rounded(self.least))

@@ -30,7 +30,7 @@ from .index import KeyIndex
 from .layer import bare_bytes as bare_token_bytes
 from .packed import QuantisedLayer
 from .positions import NextPositions
-from .recurrent import RecurrentLayer, states_of
+from .recurrent import RecurrentLayer, attributes_of, states_of
 from .shared import Shared
 from .static_view import QuerySpec, Reader, StaticView
 
@@ -197,6 +197,21 @@ def static_view_of(kwargs: Mapping[str, Any]) -> StaticView | None:
     """Static view of the cache among the arguments of a forward, if it has one."""
     state = state_of(cache_in(kwargs))
     return None if state is None else state.shared.static_view
+
+
+def snapshot(cache: Any) -> Callable[[], None]:
+    """Remember what a dynamic cache holds, adopted or not. The function that comes back restores it, once. Only recurrent
+    states are copied: no tensor of keys and values is changed in place."""
+    if (state := state_of(cache)) is not None:
+        return state.snapshot()
+    layers = list(cache.layers)
+    held = [attributes_of(x) if isinstance(x, LinearAttentionLayer) else dict(vars(x)) for x in layers]
+
+    def restore() -> None:
+        for layer, attributes in zip(layers, held, strict=True):
+            layer.__dict__.update(attributes)
+
+    return restore
 
 
 def cache_bytes(cache: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,14 @@ _STATES = ("conv_states", "recurrent_states")
 def states_of(layer: LinearAttentionLayer) -> list[Tensor]:
     """The states that a layer holds, ``[B, ...]`` each."""
     return [x for name in _STATES for x in getattr(layer, name).values() if x is not None]
+
+
+def attributes_of(layer: LinearAttentionLayer) -> dict[str, Any]:
+    """The attributes of a layer, with copies of its states, which forwards change in place."""
+    found = {name: dict(x) if isinstance(x, dict) else x for name, x in vars(layer).items()}
+    for name in _STATES:
+        found[name] = {key: None if x is None else x.clone() for key, x in found[name].items()}
+    return found
 
 
 class RecurrentLayer(LinearAttentionLayer):
@@ -54,9 +63,7 @@ class RecurrentLayer(LinearAttentionLayer):
     def copy(self) -> RecurrentLayer:
         """A copy to change independently."""
         copy = RecurrentLayer(self.number_of_states)
-        copy.__dict__.update({name: dict(x) if isinstance(x, dict) else x for name, x in vars(self).items()})
-        for name in _STATES:
-            setattr(copy, name, {key: None if x is None else x.clone() for key, x in getattr(self, name).items()})
+        copy.__dict__.update(attributes_of(self))
         return copy
 
     def _select(self, rows: Tensor) -> None:
@@ -82,11 +89,14 @@ class RecurrentLayer(LinearAttentionLayer):
         self.__dict__.update(vars(RecurrentLayer(self.number_of_states)))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Tokens cannot be forgotten.
+        """Forget the last ``-tokens_to_remove`` tokens, as transformers does: a layer that has a convolution alone can, if
+        its past was recorded.
 
-        Raises :class:`UnsupportedError` if any are to be.
+        Raises :class:`UnsupportedError` if tokens are to be forgotten and cannot be.
         """
-        if int(tokens_to_remove):
+        if self.record_past and self.is_croppable:
+            super().crop(int(tokens_to_remove))
+        elif int(tokens_to_remove):
             raise UnsupportedError(
                 "Layers with a recurrent state cannot forget their last tokens; begin again with a new cache, and decode "
                 "without an assistant."

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from comparators import Arrays, Params, close
-from harness import NotOffered, make_drafter, run
+from harness import make_drafter, run
 from torch import Tensor
+
+from mmaccel.decoding.tree import ancestors, depths
 
 
 def padded(tokens: list[int], size: int, fill: int = -1) -> list[int]:
@@ -44,8 +47,6 @@ def samdecoding(params: Params, arrays: Arrays) -> None:
 
 
 def suffixdecoding(params: Params, arrays: Arrays) -> None:
-    if params["tree"]:
-        raise NotOffered("drafts are chains, no trees")
     names = {"depth": "max_depth", "factor": "max_spec_factor", "offset": "max_spec_offset", "least": "min_token_prob"}
     drafter = make_drafter("suffixdecoding", **{name: params[theirs] for name, theirs in names.items()})
     index, most = drafter.index(), params["max_spec_tokens"]
@@ -54,13 +55,99 @@ def suffixdecoding(params: Params, arrays: Arrays) -> None:
         for token in tokens[tokens >= 0].tolist():
             index.extend(token)
     for row, context in enumerate(arrays["in_contexts"]):
-        chain = drafter.chain(index, context[context >= 0].tolist(), most)
-        assert padded(chain.tokens, most) == arrays["out_tokens"][row].tolist()
-        parents = padded(list(range(-1, len(chain.tokens) - 1)), most, -2)
-        assert parents == arrays["out_parents"][row].tolist()
-        close(torch.tensor(chain.probabilities), arrays["out_probs"][row, : len(chain.tokens)])
-        close(torch.tensor(chain.score), arrays["out_score"][row])
-        assert chain.matched == arrays["out_match_len"][row]
+        best = drafter.best(index, context[context >= 0].tolist(), most, params["tree"])
+        size = int((arrays["out_tokens"][row] >= 0).sum())
+        theirs = arrays["out_tokens"][row, :size].tolist(), arrays["out_parents"][row, :size].tolist()
+        chances = arrays["out_probs"][row, :size]
+        assert len(best.tokens) == size
+        close(torch.tensor(best.probabilities), chances)
+        close(torch.tensor(best.score), arrays["out_score"][row])
+        assert best.matched == arrays["out_match_len"][row]
+        if params["tree"]:
+            # of equal probability any order, and any of them at the end
+            limit = min(most, int(best.matched * params["max_spec_factor"] + params["max_spec_offset"] + 1e-6))
+            last = float(chances[-1]) + 1e-6 if size and size == limit else 0.0
+            assert surer(best.tokens, best.parents, best.probabilities, last) == surer(*theirs, chances.tolist(), last)
+        else:
+            assert (best.tokens, list(range(-1, size - 1))) == theirs
+
+
+def surer(tokens: list[int], parents: list[int], chances: list[float], least: float) -> set[tuple[int, ...]]:
+    """The paths of a tree that are more probable than ``least``."""
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    assert len(set(paths)) == len(paths)
+    return {path for path, chance in zip(paths, chances, strict=True) if chance > least}
+
+
+def tokenrecycling(params: Params, arrays: Arrays) -> None:
+    """The table as it is, a tree behind every root, and the path that the model accepts."""
+    table, nodes = arrays["in_adjacency"].tolist(), params["nodes"]
+    for case, root in enumerate(arrays["in_roots"].tolist()):
+        drafter = make_drafter("tokenrecycling")
+        # a token that is read again counts as it was read last
+        drafter.learn([*range(len(table)), *range(len(table))], [row[::-1] for row in table] + table)
+        tree = drafter.tree([root], nodes - 1)
+        assert [root, *tree.tokens] == arrays["out_tree_tokens"][case].tolist()
+        check_shape(tree.parents, arrays["out_tree_mask"], arrays["out_depth"], arrays["out_paths"], by_length=True)
+        best = arrays["in_argmax"][case].tolist()
+        path = [node + 1 for node in run("accept_greedy", best, tree.tokens, tree.parents)]
+        assert padded([0, *path], len(arrays["out_accepted"][case])) == arrays["out_accepted"][case].tolist()
+        assert best[path[-1] if path else 0] == arrays["out_next"][case]
+
+
+def check_shape(parents: list[int], mask: Tensor, depth: Tensor, paths: Tensor, by_length: bool = False) -> None:
+    """Compare a tree below a root, which is the first node of theirs."""
+    own = [-1, *(parent + 1 for parent in parents)]
+    assert ancestors(own).long().tolist() == mask.long().tolist() and depths(own) == depth.tolist()
+    found = []
+    for leaf in set(range(len(own))) - set(own):
+        path = [leaf]
+        while own[path[0]] >= 0:
+            path.insert(0, own[path[0]])
+        found.append(path)
+    found.sort(key=lambda path: (len(path) if by_length else 0, path))
+    assert [padded(path, paths.shape[1]) for path in found] == paths.tolist()
+
+
+def eagle_buffers(params: Params, arrays: Arrays) -> None:
+    choices = [tuple(path[path >= 0].tolist()) for path in arrays["in_choices"]]
+    tree = run("StaticTree", choices, params["topk"])
+    check_shape(tree.parents, arrays["out_mask"], arrays["out_depth"], arrays["out_paths"])
+    assert [0, *(1 + place for place in tree.index)] == arrays["out_indices"].tolist()
+
+
+def eagle_accept(params: Params, arrays: Arrays) -> None:
+    """Node 0 is the newest token of the row. Of nodes with one text the first stands for all where tokens are drawn."""
+    paths = [path[path >= 0].tolist() for path in arrays["in_paths"]]
+    before = {after: node for path in paths for node, after in pairwise(path)}
+    parents = [before[node] - 1 for node in range(1, len(before) + 1)]
+
+    def row_of(node: int) -> int:
+        return next(row for row, path in enumerate(paths) if node + 1 in path)
+
+    for case, logits in enumerate(arrays["in_node_logits"]):
+        tokens = arrays["in_node_tokens"][case, 1:].tolist()
+        best = logits.argmax(-1).tolist()
+        path = run("accept_greedy", best, tokens, parents)
+        last = path[-1] if path else -1
+        assert (row_of(last), len(path)) == (arrays["out_greedy_path"][case], arrays["out_greedy_len"][case])
+        assert best[last + 1] == arrays["out_greedy_next"][case]
+
+        alike, length, uniform = [-1], 0, arrays["in_uniform"][case].tolist()
+        while True:
+            target = logits[alike[0] + 1].softmax(-1)
+            branches: dict[int, list[int]] = {}
+            for node in alike:
+                for after in (one for one, parent in enumerate(parents) if parent == node):
+                    branches.setdefault(tokens[after], []).append(after)
+            number, left = run("accept_branch", target, list(branches), uniform[: len(branches)])
+            if number is None:
+                break
+            uniform, length, alike = uniform[number + 1 :], length + 1, list(branches.values())[number]
+        assert (row_of(alike[0]), length) == (arrays["out_sample_path"][case], arrays["out_sample_len"][case])
+        close(left, arrays["out_sample_probs"][case])
 
 
 def rows_of(flat: Tensor, lengths: Tensor, fill: float = 0) -> Tensor:
@@ -89,11 +176,16 @@ def vllm(params: Params, arrays: Arrays) -> None:
         arrays["in_exponential"],
         None if q is None else rows_of(q, lengths),
     )
-    best = run("accept_greedy", with_bonus(rows_of(logits.argmax(-1), lengths), bonus), drafts)
-    tokens, theirs = torch.where(greedy[:, None], best.tokens, sampled.tokens), arrays["out_tokens"]
     # theirs may have room for more drafts than any row has
-    assert torch.equal(tokens, theirs[:, : tokens.shape[1]]) and (theirs[:, tokens.shape[1] :] == -1).all()
-    assert torch.equal(torch.where(greedy, best.accepted, sampled.accepted), arrays["out_accepted"])
+    tokens, accepted = sampled.tokens.tolist(), sampled.accepted.tolist()
+    best = with_bonus(rows_of(logits.argmax(-1), lengths), bonus).tolist()
+    for row in greedy.nonzero()[:, 0].tolist():
+        drafted = drafts[row, : lengths[row]].tolist()
+        right = len(run("accept_greedy", best[row], drafted, list(range(-1, len(drafted) - 1))))
+        tokens[row], accepted[row] = [*drafted[:right], best[row][right]], right
+    width = arrays["out_tokens"].shape[1]
+    assert [padded(row, width) for row in tokens] == arrays["out_tokens"].tolist()
+    assert accepted == arrays["out_accepted"].tolist()
 
     # a block a draft, each of which is rejected
     recovered = run(
@@ -120,6 +212,9 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("RazvanDu/CopySpec", "SpeculativeDecoder.preprocess_prompt / find_text_position"): copyspec,
     ("hyx1999/SAM-Decoding", "DynSAM.add_tokens / lookup / gen_draft"): samdecoding,
     ("snowflakedb/ArcticInference", "SuffixTree.extend, .speculate"): suffixdecoding,
+    ("Luowaterbi/TokenRecycling", "prepare_data / prepare_data_input_ids / acceptance lines"): tokenrecycling,
+    ("SafeAILab/EAGLE", "generate_tree_buffers"): eagle_buffers,
+    ("SafeAILab/EAGLE", "evaluate_posterior"): eagle_accept,
     (
         "vllm-project/vllm (PyPI vllm)",
         "rejection_greedy_sample_kernel, rejection_random_sample_kernel, sample_recovered_tokens_kernel",

@@ -20,9 +20,10 @@ from torch import Tensor
 from mmaccel.core.layout import Layout, Segment, Tile
 from mmaccel.core.reduction import Reduction
 from mmaccel.core.stats import Stats
-from mmaccel.decoding.accept import accept_greedy, accept_sampled
+from mmaccel.decoding.accept import accept_branch, accept_greedy, accept_sampled
 from mmaccel.decoding.base import Drafter
 from mmaccel.decoding.drafters import get_drafter
+from mmaccel.decoding.tree import StaticTree
 from mmaccel.families.mrope import ThreeAxes, next_positions
 from mmaccel.kv.cache import CacheState
 from mmaccel.kv.forward_info import ForwardInfo, Phase
@@ -40,7 +41,8 @@ Compare = Callable[[Mapping[str, Any], Mapping[str, Tensor]], None]
 made: list[str] = []
 #: functions of the product that vectors show though they are no method
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    one.__name__: one for one in (accept_greedy, accept_sampled, ThreeAxes.new_positions, next_positions)
+    one.__name__: one
+    for one in (accept_branch, accept_greedy, accept_sampled, StaticTree, ThreeAxes.new_positions, next_positions)
 }
 #: what comparators call that no registered method calls
 BENEATH: dict[Compare, str] = {}

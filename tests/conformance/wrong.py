@@ -15,6 +15,7 @@ from torch import Tensor
 from mmaccel.core.reduction import Links, Reduction
 from mmaccel.decoding.base import Drafter
 from mmaccel.decoding.drafters import DRAFTERS
+from mmaccel.decoding.tree import StaticTree
 from mmaccel.kv.codecs.base import Codec
 from mmaccel.method import (
     EncoderMethod,
@@ -145,7 +146,7 @@ def other_tokens(kind: type[Drafter]) -> type[Drafter]:
 
         return call
 
-    changed = {name: wrong(name) for name in ("draft", "copy", "chain") if hasattr(kind, name)}
+    changed = {name: wrong(name) for name in ("draft", "copy", "tree", "best") if hasattr(kind, name)}
     return type(kind.__name__, (kind,), changed)
 
 
@@ -154,6 +155,14 @@ def rolled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         found = function(*args)
+        if isinstance(found, StaticTree):
+            found.index = [place + 1 for place in found.index]
+            return found
+        if isinstance(found, list):
+            return found[:-1] or [0]
+        if type(found) is tuple:
+            number, left = found
+            return (None if number else 0), left.roll(1, 0)
         return found.roll(1, 0) if isinstance(found, Tensor) else type(found)(*(one.roll(1, 0) for one in found))
 
     return call

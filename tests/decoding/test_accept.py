@@ -8,18 +8,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.decoding.accept import accept_greedy, accept_sampled, random_numbers
+from mmaccel.decoding.accept import accept_branch, accept_greedy, accept_sampled, random_numbers
 
 VOCABULARY, ROWS = 5, 40_000
 
 
-def test_greedy_takes_the_longest_prefix_and_the_next_token() -> None:
-    best = torch.tensor([[4, 5, 6, 7]]).expand(5, -1)
-    drafts = torch.tensor([[4, 5, 6], [4, 9, 6], [9, 5, 6], [4, -1, -1], [-1, -1, -1]])
-    tokens, count = accept_greedy(best, drafts)
-    assert tokens.tolist() == [[4, 5, 6, 7], [4, 5, -1, -1], [4, -1, -1, -1], [4, 5, -1, -1], [4, -1, -1, -1]]
-    assert count.tolist() == [3, 1, 0, 1, 0]
-    assert accept_greedy(best[:, :1], drafts[:, :0]).tokens.tolist() == [[4]] * 5
+def test_greedy_takes_the_longest_path() -> None:
+    best = [4, 5, 6, 7]
+    for tokens, right in (([4, 5, 6], 3), ([4, 9, 6], 1), ([9, 5, 6], 0), ([4], 1), ([], 0)):
+        assert accept_greedy(best, tokens, range(-1, len(tokens) - 1)) == list(range(right))
+    # the first token may be 3 or 4, and behind 4 come 6 or 5
+    tree = [3, 4, 6, 5, 8], [-1, -1, 1, 1, 3]
+    assert accept_greedy([4, 0, 5, 0, 8, 0], *tree) == [1, 3, 4]
+    assert accept_greedy([4, 0, 7, 0, 8, 0], *tree) == [1]
+    assert accept_greedy([9, 0, 5, 0, 8, 0], *tree) == []
+
+
+def test_one_of_several_is_accepted_as_often_as_the_model_draws_it() -> None:
+    torch.manual_seed(0)
+    p = torch.tensor([0.1, 0.0, 0.5, 0.15, 0.25])
+    counts = torch.zeros(5)
+    for numbers in torch.rand(4000, 3, dtype=torch.float64).tolist():
+        found, left = accept_branch(p, [2, 1, 0], numbers)
+        token = int(left.multinomial(1)) if found is None else [2, 1, 0][found]
+        assert found is not None or token in (3, 4)
+        counts[token] += 1
+    assert unlikely(counts, 4000 * p) > 1e-3
+    sure = torch.tensor([0.0, 1 - 2.0**-24])
+    number, left = accept_branch(sure, [1], [1 - 2.0**-53])
+    assert number is None and torch.equal(left, sure)
 
 
 class Chain:

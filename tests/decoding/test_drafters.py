@@ -11,9 +11,12 @@ import pytest
 from mmaccel.decoding.automaton import Answers, SuffixAutomaton
 from mmaccel.decoding.drafters import DEFAULT, DRAFTERS, get_drafter
 from mmaccel.decoding.suffix_decoding import CountedSuffixes
+from mmaccel.decoding.token_recycling import TokenRecycling
+from mmaccel.decoding.tree import depths
 from mmaccel.errors import MmaccelError
 
-NAMES = sorted(DRAFTERS)
+#: those that copy; others are told what is likely
+NAMES = sorted(name for name, kind in DRAFTERS.items() if not kind.successors)
 
 
 def sequence(seed: int, size: int = 120, kinds: int = 6) -> list[int]:
@@ -179,6 +182,60 @@ def test_earlier_answers_are_copied_from(name: str) -> None:
     assert kind(earlier=store).draft(mine, 3) == [90, 91, 92]  # type: ignore[call-arg]
 
 
+def test_recycled_tokens_follow_what_was_likeliest_last() -> None:
+    store = TokenRecycling.store()
+    drafter = TokenRecycling(earlier=store)
+    assert drafter.draft([5], 4) == [] and drafter.tree([5], 80) == ([], [])
+    drafter.learn([5, 6, 5], [[1, 2], [5, 7], [6, 9]])
+    # a later call goes on, and nothing follows a token that was never read
+    later = TokenRecycling(earlier=store)
+    assert later.draft([8, 5], 4) == [6, 5, 6, 5]
+    assert later.draft([9], 4) == []
+    tokens, parents = later.tree([8, 5], 80)
+    assert tokens[:5] == [6, 9, 5, 7, 6] and parents[:5] == [-1, -1, 0, 0, 2]
+    assert max(depths(parents)) + 1 == TokenRecycling.longest
+    small = later.tree([8, 5], 10)
+    assert small == (tokens[:4], parents[:4])
+
+
+def test_trees_of_suffixes_are_the_likeliest_paths() -> None:
+    """Beside a program that tries all paths."""
+    grown = 0
+    for seed in range(6):
+        tokens = sequence(seed, 60, 4)
+        suffixes, root = CountedSuffixes(12), tree_of([tokens], 12)
+        suffixes.begin()
+        for token in tokens:
+            suffixes.extend(token)
+        for end in range(5, 60, 3):
+            context = tokens[end - 4 : end]
+            best = suffixes.branched(context, 8, 2.0, 0.0, float(np.float32(0.1)))
+            scores = []
+            for matched in range(1, len(context)):
+                node: Tree | None = root
+                for token in context[len(context) - matched :]:
+                    node = node.child(token) if node is not None else None
+                if node is None:
+                    break
+                found = sorted(chances(node, np.float32(1)), reverse=True)[: min(8, 2 * matched)]
+                scores.append((sum(found), matched, found))
+            score, matched, found = max(scores)
+            assert best.score == pytest.approx(float(score), abs=1e-5) and len(best.parents) == len(best.tokens)
+            assert best.probabilities == pytest.approx([float(one) for one in found], abs=1e-6)
+            grown += best.parents != list(range(-1, len(best.tokens) - 1))
+    assert grown > 20
+
+
+def chances(node: Tree, chance: np.float32) -> list[np.float32]:
+    """The probabilities of all paths after a node, down to 0.1."""
+    found = []
+    for _, child in node.children:
+        after = np.float32(chance * np.float32(child.count / node.count))
+        if after >= np.float32(0.1):
+            found += [after, *chances(child, after)]
+    return found
+
+
 def test_a_store_drops_the_oldest_answers() -> None:
     store = Answers(SuffixAutomaton, most=100)
     for first in range(0, 1000, 10):
@@ -196,7 +253,8 @@ def test_a_store_drops_the_oldest_answers() -> None:
 def test_the_default_is_a_drafter_and_unknown_names_are_refused() -> None:
     assert get_drafter(DEFAULT) is DRAFTERS["suffixdecoding"]
     with pytest.raises(
-        MmaccelError, match=r"^There is no drafter 'eagle'; choose one of 'copyspec', .*'suffixdecoding'\.$"
+        MmaccelError,
+        match=r"^There is no drafter 'eagle'; choose one of 'copyspec', .*'suffixdecoding', 'tokenrecycling'\.$",
     ):
         get_drafter("eagle")
     with pytest.raises(MmaccelError, match=r"^`ngram` of promptlookup must be at least 1, got 0\.$"):

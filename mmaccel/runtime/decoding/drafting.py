@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 from ...core.figures import tokens_a_verification
 from ...core.stats import Stats
 from ...decoding.base import Drafter
 from ...errors import first_line
-from .length import LONGEST_PAUSE, PAUSE, TRIAL, Acceptance, Costs, Price, best_length
-from .reader import Reader
-from .rows import Chooser, Draft, Row, in_common
+from .length import LEAST, LONGEST_PAUSE, PAUSE, TRIAL, Acceptance, Costs, Price, best_length, gain_of_tree
+from .reader import UNFORGETTING, Reader
+from .rows import Chooser, Draft, Row
 
 #: the longest draft of a block
 LONGEST = 16
@@ -27,12 +29,20 @@ class Source(Protocol):
     name: str
     #: whether drafts cost next to nothing, so that they may be made to see whether they would have been right
     free: bool
+    #: of a source of trees the most tokens of one, and of a path in it; 0 for one of chains
+    nodes: int
+    longest: int
+    #: how many of the likeliest tokens behind those that the model reads :meth:`learn` is told
+    successors: int
 
     def prepare(self, rows: Sequence[Row], chooser: Chooser) -> None:
         """Called once before the first draft; ``chooser`` chooses tokens as the model that verifies does."""
 
     def draft(self, rows: Sequence[Row], most: Sequence[int]) -> list[Draft]:
         """At most ``most[i]`` tokens that may follow row ``i``; none for 0. Between two calls tokens are only added to rows."""
+
+    def learn(self, read: Sequence[Sequence[int]], following: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Called with the tokens that the model has read of every row, and the likeliest behind each."""
 
 
 class Copying:
@@ -41,8 +51,12 @@ class Copying:
     make : gives the drafter of a row. skipped : ids of prompts that drafters do not see, such as placeholders of pictures.
     """
 
-    def __init__(self, name: str, make: Callable[[], Drafter], skipped: frozenset[int] = frozenset()) -> None:
-        self.name, self.free, self.make, self.skipped = name, True, make, skipped
+    free, nodes, longest = True, 0, 0
+
+    def __init__(
+        self, name: str, make: Callable[[], Drafter], skipped: frozenset[int] = frozenset(), successors: int = 0
+    ) -> None:
+        self.name, self.make, self.skipped, self.successors = name, make, skipped, successors
         self.drafters: list[Drafter] = []
         self.prompts: list[list[int]] = []
 
@@ -57,6 +71,34 @@ class Copying:
             Draft(drafter.draft(prompt + row.answer, count)) if count else Draft()
             for drafter, prompt, row, count in zip(self.drafters, self.prompts, rows, most, strict=True)
         ]
+
+    def learn(self, read: Sequence[Sequence[int]], following: Sequence[Sequence[Sequence[int]]]) -> None:
+        """See :class:`Source`."""
+        for drafter, tokens, likeliest in zip(self.drafters, read, following, strict=True):
+            drafter.learn(tokens, likeliest)
+
+
+class CopyingTrees(Copying):
+    """Drafts that are trees, by the drafters of ``chains``, which are of kind ``kind``."""
+
+    def __init__(self, chains: Copying, kind: type[Drafter]) -> None:
+        super().__init__(f"{chains.name}-tree", chains.make, chains.skipped)
+        self.chains, self.nodes, self.longest = chains, kind.nodes, kind.longest
+
+    def prepare(self, rows: Sequence[Row], chooser: Chooser) -> None:
+        """See :class:`Source`."""
+        if not self.chains.drafters:
+            self.chains.prepare(rows, chooser)
+        self.drafters, self.prompts = self.chains.drafters, self.chains.prompts
+
+    def draft(self, rows: Sequence[Row], most: Sequence[int]) -> list[Draft]:
+        """See :class:`Source`."""
+        drafts = [Draft()] * len(rows)
+        for number, (row, count) in enumerate(zip(rows, most, strict=True)):
+            if count:
+                tree = self.drafters[number].tree(self.prompts[number] + row.answer, count)
+                drafts[number] = Draft(tree.tokens, parents=tree.parents)
+        return drafts
 
 
 @dataclass
@@ -95,20 +137,19 @@ class Drafting:
     costs: Costs = field(default_factory=Costs)
     prices: dict[str, Price] = field(default_factory=dict)
     rates: list[dict[str, Acceptance]] = field(default_factory=list)
-    chosen: list[str | None] = field(default_factory=list)
     #: sources that were asked for the forward that comes, and those that have read the prompt
     asked: set[str] = field(default_factory=set)
     prepared: set[str] = field(default_factory=set)
     #: drafts that are not verified, by row and source: the place where they would begin, and their tokens
-    watched: dict[tuple[int, str], tuple[int, Sequence[int]]] = field(default_factory=dict)
+    watched: dict[tuple[int, str], tuple[int, Draft]] = field(default_factory=dict)
+    #: of every row and token of its answer, who drafted it; empty for the model's own
+    drafted_by: list[list[str]] = field(default_factory=list)
 
     def begin(self, rows: Sequence[Row], reader: Reader, chooser: Chooser) -> None:
         """Make the sources; called when the model has read the prompt."""
-        self.chooser = chooser
+        self.chooser, self.reader = chooser, reader
         if not reader.can_forget:
-            self.notes.append(
-                "drafts are off: layers with a recurrent state cannot forget rejected tokens; decoded one token at a time"
-            )
+            self.notes.append(f"drafts are off: {UNFORGETTING}; decoded one token at a time")
             return
         try:
             self.sources = list(self.make(reader))
@@ -121,12 +162,13 @@ class Drafting:
     def draft(self, rows: Sequence[Row], longest: int) -> list[Draft]:
         """Drafts of all rows; ``longest`` is the most tokens that a row may have."""
         drafts = [Draft()] * len(rows)
-        self.chosen = [None] * len(rows)
         self.asked = set()
         self.row_blocks += sum(not row.ended for row in rows)
         # the last token of an answer is the model's own
         room = [0 if row.ended else min(LONGEST, longest - len(row.tokens) - 1) for row in rows]
         for source in sorted(self.sources, key=lambda one: -self._promise(one, rows)):
+            if source.nodes and not self.reader.trees:
+                continue
             price = self.prices[source.name]
             if price.rests:
                 price.rests -= 1
@@ -138,7 +180,7 @@ class Drafting:
             if any(most):
                 for number, draft in enumerate(self._ask(source, rows, most)):
                     if draft.tokens and not drafts[number].tokens:
-                        drafts[number], self.chosen[number] = draft, source.name
+                        drafts[number] = draft
             if source.free:
                 self._watch(source, rows, [not count and space > 0 for count, space in zip(most, room, strict=True)])
         return drafts
@@ -146,35 +188,38 @@ class Drafting:
     def _watch(self, source: Source, rows: Sequence[Row], wanted: Sequence[bool]) -> None:
         """Draft for rows that verify nothing of a source that is free, to see later whether it would have been right."""
         missing = [
-            WATCHED if want and (number, source.name) not in self.watched else 0 for number, want in enumerate(wanted)
+            (source.nodes or WATCHED) if want and (number, source.name) not in self.watched else 0
+            for number, want in enumerate(wanted)
         ]
         if any(missing):
             for number, draft in enumerate(self._ask(source, rows, missing)):
                 if draft.tokens:
-                    self.watched[number, source.name] = len(rows[number].tokens), draft.tokens
+                    self.watched[number, source.name] = len(rows[number].tokens), draft
 
     def _judge(self, rows: Sequence[Row]) -> None:
         """Note which watched drafts were right, as soon as the answer is long enough to tell."""
         for (number, name), (at, draft) in list(self.watched.items()):
-            said = rows[number].tokens[at : at + len(draft)]
-            right = in_common(said, draft)
-            if right < len(said) or len(said) == len(draft):
-                self.rates[number][name].add(right, len(draft))
+            said = rows[number].tokens[at:]
+            right = draft.path(said)
+            more = bool(draft.following(right[-1] if right else -1))
+            if len(right) < len(said) or not more:
+                self.rates[number][name].add(len(right), more)
                 del self.watched[number, name]
 
     def note(
-        self, rows: Sequence[Row], drafts: Sequence[Draft], accepted: Sequence[int], length: int, seconds: float
+        self, rows: Sequence[Row], drafts: Sequence[Draft], paths: Sequence[list[int]], length: int, seconds: float
     ) -> None:
-        """Note how many tokens of ``drafts`` were accepted, in a forward over ``length`` tokens of every row."""
+        """Note which tokens of ``drafts`` were accepted, in a forward over ``length`` tokens of every row."""
         self.blocks += 1
         self.verify_seconds += seconds
         self.costs.add(length, seconds)
-        for number, (draft, right, name) in enumerate(zip(drafts, accepted, self.chosen, strict=True)):
-            if name is not None:
-                self.rates[number][name].add(right, len(draft.tokens))
-                figures = self.figures[name]
+        for number, (draft, path) in enumerate(zip(drafts, paths, strict=True)):
+            if draft.tokens:
+                more = bool(draft.following(path[-1] if path else -1))
+                self.rates[number][draft.source].add(len(path), more)
+                figures = self.figures[draft.source]
                 figures.drafted += len(draft.tokens)
-                figures.accepted += right
+                figures.accepted += len(path)
         self._judge(rows)
         for source in self.sources:
             if source.name in self.asked and not source.free:
@@ -184,18 +229,39 @@ class Drafting:
         """Close the figures of the call."""
         self.tokens = sum(len(row.answer) for row in rows)
         self.longest = max(len(row.answer) for row in rows)
+        self.drafted_by = [row.sources for row in rows]
+
+    def learn(self, read: Sequence[Sequence[int]], logits: Tensor) -> None:
+        """Show sources that learn from it what the model has read of every row, and its ``logits [B, n, V]`` behind that."""
+        for source in [one for one in self.sources if one.successors and one.name in self.prepared]:
+            likeliest = logits.topk(min(source.successors, logits.shape[-1])).indices.tolist()
+            try:
+                source.learn(read, [one[: len(tokens)] for tokens, one in zip(read, likeliest, strict=True)])
+            except Exception as error:  # whatever a draft does, the answer is the model's
+                self._drop(source, error)
+
+    def _drop(self, source: Source, error: Exception) -> None:
+        self.sources.remove(source)
+        self.notes.append(f"drafts of {source.name} are off: {first_line(error)}")
 
     # --- what pays ------------------------------------------------------------------------------------------------
     def _length(self, source: Source, number: int, space: int) -> int:
         """How many tokens a row asks a source for; one that does not pay, and whose pause is over, for a trial."""
-        rate = self.rates[number][source.name].rate
-        length, _ = best_length(rate, self._seconds(source), self.costs, space)
+        length, _ = self._best(source, self.rates[number][source.name].rate, space)
         return length or (0 if source.free else min(TRIAL, space))
 
     def _promise(self, source: Source, rows: Sequence[Row]) -> float:
         """By which factor a source is expected to speed up the row for which it does best."""
         rates = [self.rates[number][source.name].rate for number, row in enumerate(rows) if not row.ended]
-        return max((best_length(rate, self._seconds(source), self.costs, LONGEST)[1] for rate in rates), default=1.0)
+        return max((self._best(source, rate, LONGEST)[1] for rate in rates), default=1.0)
+
+    def _best(self, source: Source, rate: float, most: int) -> tuple[int, float]:
+        """How many tokens of a source pay at an acceptance, and by which factor; of a tree all or none."""
+        price = self._seconds(source)
+        if not source.nodes:
+            return best_length(rate, price, self.costs, most)
+        gain = gain_of_tree(rate, price, self.costs, source.nodes, source.longest)
+        return (source.nodes, gain) if gain > LEAST else (0, 1.0)
 
     def _seconds(self, source: Source) -> float:
         """Seconds a drafted token; before it was measured, a tenth of a forward."""
@@ -224,21 +290,18 @@ class Drafting:
             begin = time.perf_counter()
             drafts = source.draft(rows, most)
         except Exception as error:  # whatever a draft does, the answer is the model's
-            self.sources.remove(source)
-            self.notes.append(f"drafts of {source.name} are off: {first_line(error)}")
+            self._drop(source, error)
             return [Draft()] * len(rows)
-        drafts = [self._cut(draft, count) for draft, count in zip(drafts, most, strict=True)]
+        drafts = [
+            draft.cut(count).without(self.forbidden)._replace(source=source.name)
+            for draft, count in zip(drafts, most, strict=True)
+        ]
         seconds = time.perf_counter() - begin
         figures.seconds += seconds
         self.asked.add(source.name)
         if longest := max(len(draft.tokens) for draft in drafts):
             self.prices[source.name].add(longest, seconds)
         return drafts
-
-    def _cut(self, draft: Draft, most: int) -> Draft:
-        tokens = draft.tokens[:most]
-        found = next((place for place, token in enumerate(tokens) if token in self.forbidden), len(tokens))
-        return Draft(tokens[:found], draft.probabilities[:found])
 
     def report(self, stats: Stats) -> None:
         """Add figures and notes to the statistics of the call."""
@@ -256,5 +319,6 @@ class Drafting:
             **sums,
             "tokens_a_verification": tokens_a_verification(sums),
             "verify_seconds": self.verify_seconds,
+            "drafted_by": self.drafted_by,
             "sources": {name: vars(one).copy() for name, one in self.figures.items()},
         }

@@ -41,10 +41,11 @@ class Acceptance:
         """Between 0 and 1."""
         return self.right / self.tested
 
-    def add(self, accepted: int, drafted: int) -> None:
-        """Note a block: tokens behind the first rejected one were not tested."""
+    def add(self, accepted: int, rejected: bool) -> None:
+        """Note a block: how many tokens were accepted, and whether what followed was rejected; what lies behind that was not
+        tested."""
         self.right = self.right * DECAY + accepted
-        self.tested = self.tested * DECAY + accepted + (accepted < drafted)
+        self.tested = self.tested * DECAY + accepted + rejected
 
 
 @dataclass
@@ -113,3 +114,9 @@ def best_length(acceptance: float, price: float, costs: Costs, most: int) -> tup
         if ratio > max(gain, LEAST):
             found, gain = length, ratio
     return found, gain
+
+
+def gain_of_tree(acceptance: float, price: float, costs: Costs, nodes: int, longest: int) -> float:
+    """Factor by which trees of ``nodes`` tokens and paths of ``longest`` speed up decoding, where one of the tokens that follow
+    an accepted one is accepted with probability ``acceptance``."""
+    return expected(acceptance, longest) * costs.seconds(1) / (nodes * price + costs.seconds(nodes + 1))

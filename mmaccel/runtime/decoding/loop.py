@@ -17,6 +17,11 @@ from .drafting import Drafting
 from .reader import Reader
 from .rows import Chooser, Draft, Ending, Row
 
+#: of every row the numbers of its drafted tokens that were accepted
+Paths = list[list[int]]
+#: with recurrent states: the most tokens that may wait to be read again while drafts go on
+PENDING = 8
+
 
 @dataclass
 class Decoder:
@@ -54,17 +59,19 @@ class Decoder:
         reader = Reader(model, input_ids, config, arguments)
         wanted = config.return_dict_in_generate and (config.output_scores or config.output_logits)
         rows = [Row(ids, len(ids)) for ids in input_ids.tolist()]
-        step = Step(reader, chooser, ending, rows, None if self.streamer is None else self.streamer.put, bool(wanted))
+        put = None if self.streamer is None else self.streamer.put
+        step = Step(reader, chooser, ending, rows, put, bool(wanted), drafting.learn)
         step.commit(reader.prefill()[:, None], [Draft()] * len(rows))
         if not all(row.ended for row in rows):
             drafting.begin(rows, reader, chooser)
         while not all(row.ended for row in rows):
-            drafts = drafting.draft(rows, ending.longest)
+            drafts = step.fitted(drafting.draft(rows, ending.longest))
             begin = time.perf_counter()
             logits = step.read(drafts)
-            accepted = step.commit(logits, drafts)
-            drafting.note(rows, drafts, accepted, logits.shape[1], time.perf_counter() - begin)
+            paths = step.commit(logits, drafts)
+            drafting.note(rows, drafts, paths, logits.shape[1], time.perf_counter() - begin)
         drafting.end(rows)
+        step.read_rest()
         reader.close_gaps(max(len(row.tokens) for row in rows) - 1)
         if self.streamer is not None:
             self.streamer.end()
@@ -83,72 +90,112 @@ class Step:
     rows: Sequence[Row]
     put: Callable[[Tensor], None] | None
     record: bool
+    learn: Callable[[Sequence[Sequence[int]], Tensor], None]
+
+    def fitted(self, drafts: Sequence[Draft]) -> Sequence[Draft]:
+        """The drafts that are read. Padding would change a recurrent state: there all rows read the same number of tokens, of a
+        row with more pending ones than others perhaps only some of these. Where many are pending nothing is drafted."""
+        if not self.reader.recurrent:
+            return drafts
+        going = [number for number, row in enumerate(self.rows) if not row.ended]
+        if max(len(self.rows[number].pending) for number in going) > PENDING:
+            drafts = [Draft()] * len(self.rows)
+        length = min(len(self.rows[number].pending) + len(drafts[number].tokens) for number in going)
+        return [draft.cut(max(0, length - len(row.pending))) for row, draft in zip(self.rows, drafts, strict=True)]
 
     def read(self, drafts: Sequence[Draft]) -> Tensor:
-        """Logits ``[B, n, V]`` behind the pending tokens and the drafts of every row; what lies behind them is padding."""
+        """Logits ``[B, n, V]`` behind the pending tokens and the drafts of every row; what lies behind them is padding, but for
+        recurrent states, where no more is read than the shortest row has."""
         blocks = [
             [*row.pending, *draft.tokens] if not row.ended else [0]
             for row, draft in zip(self.rows, drafts, strict=True)
         ]
         length = max(map(len, blocks))
+        if self.reader.recurrent:
+            length = min(len(block) for block, row in zip(blocks, self.rows, strict=True) if not row.ended)
+            blocks = [block[:length] for block in blocks]
         tokens = torch.tensor([[*block, *[block[-1]] * (length - len(block))] for block in blocks])
-        return self.reader.read(tokens.to(self.reader.ids.device))
+        parents = None
+        if any(draft.parents for draft in drafts):
+            parents = []
+            for row, draft in zip(self.rows, drafts, strict=True):
+                at = 0 if row.ended else len(row.pending)
+                own = [*range(-1, at - 1), *(at + parent for parent in draft.before)]
+                parents.append([*own, *range(len(own) - 1, length - 1)])
+        logits = self.reader.read(tokens.to(self.reader.ids.device), parents)
+        self.learn([[] if row.ended else block for block, row in zip(blocks, self.rows, strict=True)], logits)
+        return logits
 
-    def commit(self, logits: Tensor, drafts: Sequence[Draft]) -> list[int]:
-        """Commit the accepted tokens of every row and the one behind them, and forget the others; how many drafted tokens
-        were accepted."""
+    def commit(self, logits: Tensor, drafts: Sequence[Draft]) -> Paths:
+        """Commit the accepted tokens of every row and the one behind them, and forget the others; the numbers of the drafted
+        tokens that were accepted."""
         first = [max(0, len(row.pending) - 1) for row in self.rows]
         before, begun = [len(row.tokens) for row in self.rows], [not row.ended for row in self.rows]
-        going = [number for number, row in enumerate(self.rows) if not row.ended]
-        accepted = (self._commit_greedy if self.chooser.plain else self._commit_chosen)(logits, drafts, first, going)
+        # a row whose pending tokens were not all read commits nothing
+        going = [number for number, row in enumerate(self.rows) if not row.ended and first[number] < logits.shape[1]]
+        paths = (self._commit_greedy if self.chooser.plain else self._commit_chosen)(logits, drafts, first, going)
         told = [len(row.tokens) - length for row, length in zip(self.rows, before, strict=True)]
-        self._forget([at + new if had else None for at, new, had in zip(first, told, begun, strict=True)])
-        return accepted
+        right = [min(at + new, logits.shape[1]) for at, new in zip(first, told, strict=True)]
+        if any(draft.parents for draft in drafts):
+            places = [
+                [*range(at + 1), *(at + 1 + node for node in path)] for at, path in zip(first, paths, strict=True)
+            ]
+            self.reader.move_up(places)
+        self._forget([count if had else None for count, had in zip(right, begun, strict=True)])
+        return paths
+
+    def read_rest(self) -> None:
+        """Read the tokens of a single row that the cache lacks at the end of an answer: recurrent states went back to before
+        them."""
+        (row, *others), reader = self.rows, self.reader
+        if reader.recurrent and not others and len(row.pending) > 1:
+            reader.read(torch.tensor([row.pending[:-1]], device=reader.ids.device))
+            reader.keep([len(row.pending) - 1])
 
     def _commit_greedy(
         self, logits: Tensor, drafts: Sequence[Draft], first: Sequence[int], going: Sequence[int]
-    ) -> list[int]:
+    ) -> Paths:
         """Without processors the likeliest tokens of all places are known at once."""
-        accepted = [0] * len(self.rows)
-        width = max(len(drafts[number].tokens) for number in going)
-        padded = [[*drafts[number].tokens, *[-1] * (width - len(drafts[number].tokens))] for number in going]
-        places = torch.tensor([[first[number] + place for place in range(width + 1)] for number in going])
-        # places behind a shorter draft are not looked at
-        best = logits.argmax(-1)[going].gather(1, places.clamp(max=logits.shape[1] - 1).to(logits.device))
-        found = accept_greedy(best, torch.tensor(padded, dtype=torch.long, device=logits.device))
-        for number, tokens, right in zip(going, found.tokens.tolist(), found.accepted.tolist(), strict=True):
-            for place, token in enumerate(tokens[: right + 1]):
-                raw = logits[number, first[number] + place]
-                self._commit(self.rows[number], token, raw, raw)
-                accepted[number] += place < right
-                if self.rows[number].ended:
+        paths: Paths = [[] for _ in self.rows]
+        best = logits.argmax(-1).tolist()
+        for number in going:
+            draft, row, at = drafts[number], self.rows[number], first[number]
+            path = accept_greedy(best[number][at:], draft.tokens, draft.before)
+            for node, following in zip([-1, *path], [*path, None], strict=True):
+                raw = logits[number, at + 1 + node]
+                self._commit(row, best[number][at + 1 + node], raw, raw, "" if following is None else draft.source)
+                if following is not None:
+                    paths[number].append(following)
+                if row.ended:
                     break
-        return accepted
+        return paths
 
     def _commit_chosen(
         self, logits: Tensor, drafts: Sequence[Draft], first: Sequence[int], going: Sequence[int]
-    ) -> list[int]:
-        """Place by place: processors see the tokens that are committed before."""
-        accepted = [0] * len(self.rows)
-        for place in range(logits.shape[1]):
-            if not going:
-                break
-            here = logits[going, [first[number] + place for number in going]]
+    ) -> Paths:
+        """Token by token: processors see those that are committed before."""
+        paths: Paths = [[] for _ in self.rows]
+        while going:
+            nodes = [paths[number][-1] if paths[number] else -1 for number in going]
+            here = logits[going, [first[number] + 1 + node for number, node in zip(going, nodes, strict=True)]]
             texts = [row.tokens for row in self.rows]
             scores = self.chooser.scores(texts, going, here, self.chooser.processors)
-            tokens = self.chooser.choose(scores, [drafts[number] for number in going], place)
+            tokens = self.chooser.choose(scores, [drafts[number] for number in going], nodes)
             right = []
-            for number, token, score, raw in zip(going, tokens, scores, here, strict=True):
-                self._commit(self.rows[number], token, score, raw)
-                if place < len(drafts[number].tokens) and token == drafts[number].tokens[place]:
-                    accepted[number] += 1
+            for number, node, token, score, raw in zip(going, nodes, tokens, scores, here, strict=True):
+                draft = drafts[number]
+                found = [one for one in draft.following(node) if draft.tokens[one] == token]
+                self._commit(self.rows[number], token, score, raw, draft.source if found else "")
+                if found:
+                    paths[number].append(found[0])
                     right.append(number)
             going = [number for number in right if not self.rows[number].ended]
-        return accepted
+        return paths
 
-    def _commit(self, row: Row, token: int, score: Tensor, logits: Tensor) -> None:
-        """Add a certain token to a row; ``score`` and ``logits`` ``[V]`` are those that it was chosen from."""
-        row.commit(token)
+    def _commit(self, row: Row, token: int, score: Tensor, logits: Tensor, source: str) -> None:
+        """Add a certain token to a row, drafted by ``source``; ``score`` and ``logits`` ``[V]`` are those that it was chosen
+        from."""
+        row.commit(token, source)
         if self.record:
             row.scores.append(score[None])
             row.logits.append(logits[None])

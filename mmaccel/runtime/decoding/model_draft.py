@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
-from .reader import Reader
+from .reader import UNFORGETTING, Reader
 from .rows import Chooser, Draft, Row, in_common
 
 
@@ -25,14 +25,18 @@ class ModelDraft:
     model : the model that drafts; its module may be that of the model that verifies, whose state is put back after every step.
     given : arguments of ``generate`` that describe the prompt.
     options : further arguments of ``generate`` and of every forward.
-    longest : the most new tokens of the answer, if the caller limits them.
+    limit : the most new tokens of the answer, if the caller limits them.
     """
 
+    free, nodes, longest, successors = False, 0, 0, 0
+    #: whether its cache is not that of the model that verifies
+    own_cache = True
+
     def __init__(
-        self, name: str, model: Any, given: Mapping[str, Any], options: Mapping[str, Any], longest: int | None = None
+        self, name: str, model: Any, given: Mapping[str, Any], options: Mapping[str, Any], limit: int | None = None
     ) -> None:
-        self.name, self.free, self.model = name, False, model
-        self.given, self.options, self.longest = dict(given), dict(options), longest
+        self.name, self.model = name, model
+        self.given, self.options, self.limit = dict(given), dict(options), limit
         self.reader: Reader | None = None
         #: the modules that remember positions, and what those of this draft are; empty before it has read the prompt
         self.modules = [module for module in model.modules() if "rope_deltas" in vars(module)]
@@ -54,6 +58,9 @@ class ModelDraft:
             self._keep_what_was_right(rows)
             return self._draft(rows, most)
 
+    def learn(self, read: Sequence[Sequence[int]], following: Sequence[Sequence[Sequence[int]]]) -> None:
+        """See :class:`mmaccel.runtime.decoding.drafting.Source`."""
+
     def _draft(self, rows: Sequence[Row], most: Sequence[int]) -> list[Draft]:
         assert self.reader is not None
         reader, device = self.reader, self.reader.ids.device
@@ -64,8 +71,13 @@ class ModelDraft:
         live = [number for number, row in enumerate(rows) if not row.ended]
         first = min(len(behind[number]) for number in live)
         block = [(tokens if number in live else [0] * first)[:first] for number, tokens in enumerate(behind)]
+        logits = reader.read(torch.tensor(block, device=device))[:, -1]
+        if reader.recurrent and self.own_cache:
+            # what is certain stays, and a draft is forgotten as a whole
+            reader.keep([first] * len(rows))
+            self.known = [known + first for known in self.known]
+            behind, block = [tokens[first:] for tokens in behind], [[] for _ in rows]
         while True:
-            logits = reader.read(torch.tensor(block, device=device))[:, -1]
             for number in range(len(rows)):
                 self.fed[number] += block[number]
             going = [
@@ -75,13 +87,14 @@ class ModelDraft:
             ]
             if going:
                 texts = [row.tokens + draft for row, draft in zip(rows, drafts, strict=True)]
-                tokens, probabilities = self.chooser.propose(texts, going, logits[going])
+                proposed = self.chooser.propose(texts, going, logits[going])
                 for place, number in enumerate(going):
-                    drafts[number].append(tokens[place])
-                    drawn_from[number] += probabilities[place : place + 1]
+                    drafts[number].append(proposed.tokens[place])
+                    drawn_from[number] += proposed.probabilities[place : place + 1]
             if all(len(drafts[number]) >= most[number] for number in live):
                 return [Draft(*pair) for pair in zip(drafts, drawn_from, strict=True)]
             block = [[self._next(number, behind, drafts)] for number in range(len(rows))]
+            logits = reader.read(torch.tensor(block, device=device))[:, -1]
 
     def _next(self, number: int, behind: list[list[int]], drafts: list[list[int]]) -> int:
         """The token that a row reads next: one that is certain, else what it has drafted, else any."""
@@ -118,11 +131,11 @@ class ModelDraft:
         answers = batch // len(ids) if isinstance(ids := given.get("input_ids"), Tensor) else 1
         # only the prompt is read; without sampling generate takes no more than one answer to it
         how = {"do_sample": answers > 1, "num_return_sequences": answers, "num_beams": 1}
-        how |= {} if self.longest is None else {"max_new_tokens": self.longest}
+        how |= {} if self.limit is None else {"max_new_tokens": self.limit}
         self.model.generate(**given, **self.options, **how, custom_generate=read)
         (reader,) = made
         if not reader.can_forget:
-            raise UnsupportedError("its layers carry a recurrent state, which cannot forget rejected tokens")
+            raise UnsupportedError(UNFORGETTING)
         return reader
 
     @contextmanager

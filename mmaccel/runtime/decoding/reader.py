@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...core.transformers_api import DynamicLayer, cache_argument, cache_in, cache_of
-from ...kv.cache import state_of
+from ...core.transformers_api import DynamicLayer, LinearAttentionLayer, cache_argument, cache_in, cache_of
+from ...decoding.tree import ancestors, depths
+from ...kv.cache import snapshot, state_of
+
+#: why a cache can have no drafts
+UNFORGETTING = "the cache has layers that cannot forget rejected tokens"
 
 
 class Reader:
@@ -17,7 +21,8 @@ class Reader:
 
     Where all layers keep keys of every token, rows may keep different numbers of tokens: slots of rejected ones stay, and are
     masked. Elsewhere (windows, caches that a recipe has shaped, models that count positions by slots) all rows keep as many as
-    the one that keeps the fewest.
+    the one that keeps the fewest. With recurrent states, whose tokens cannot be taken out one by one, either all rows keep
+    everything that they have read or the cache goes back to where it was before.
 
     Parameters
     ----------
@@ -35,11 +40,20 @@ class Reader:
         self.arguments, self.options = dict(arguments), options or {}
         self.output: Any = None
         self.unkept = 0
-        self.ragged = False
+        #: whether all layers keep keys of every token, and whether rows may keep different numbers of them
+        self.dense = self.ragged = False
+        #: whether a block may be a tree; known behind the first block
+        self.trees = False
         #: ``[B, L]`` bool, slots of the cache behind the prompt that hold rejected tokens of a row
         self.gaps: Tensor | None = None
+        #: whether some layers have recurrent states; known behind the prompt
+        self.recurrent = False
+        self._restore: Callable[[], None] | None = None
         if (cache := cache_in(self.arguments)) is not None:
             cache.activate_past_recording()
+            for layer in _recurrent(cache):
+                # the state before a block is remembered instead
+                layer.record_past = False
 
     @property
     def cache(self) -> Any:
@@ -49,21 +63,27 @@ class Reader:
     @property
     def can_forget(self) -> bool:
         """Whether rejected tokens can be forgotten; known behind the prompt."""
-        return self.cache is not None and bool(self.cache.is_croppable)
+        layers = () if self.cache is None else self.cache.layers
+        return bool(layers) and all(one.is_croppable or isinstance(one, LinearAttentionLayer) for one in layers)
 
     def prefill(self) -> Tensor:
         """Read the prompt: logits ``[B, V]`` float32 of its last token."""
         self.output = self.model._prefill(self.ids, self.config, self.arguments)
         if (cache := cache_of(self.output)) is not None:
             self.arguments |= cache_argument(cache)
+        self.recurrent = self.cache is not None and bool(_recurrent(self.cache))
         plain = self.cache is not None and state_of(self.cache) is None
-        self.ragged = plain and len(self.ids) > 1 and all(type(layer) is DynamicLayer for layer in self.cache.layers)
+        self.dense = plain and all(type(layer) is DynamicLayer for layer in self.cache.layers)
+        self.ragged = self.dense and len(self.ids) > 1
         logits: Tensor = self.output.logits[:, -1].float()
         return logits
 
-    def read(self, tokens: Tensor) -> Tensor:
-        """Read the next tokens ``[B, n]``: logits ``[B, n, V]`` float32 behind each."""
+    def read(self, tokens: Tensor, parents: Sequence[Sequence[int]] | None = None) -> Tensor:
+        """Read the next tokens ``[B, n]``: logits ``[B, n, V]`` float32 behind each. Of a tree ``parents [B, n]`` are the
+        places of the tokens before each, -1 for the newest that was kept."""
         length = tokens.shape[1]
+        if self.recurrent and not self.unkept:
+            self._restore = snapshot(self.cache)
         self.ids = torch.cat([self.ids, tokens], 1)
         self.arguments = self._longer(length)
         inputs = self.model.prepare_inputs_for_generation(
@@ -73,6 +93,9 @@ class Reader:
             inputs["logits_to_keep"] = length
         # a model that counts slots would give rows with masked ones other positions
         self.ragged = self.ragged and inputs.get("position_ids") is not None
+        self.trees = self.dense and _masked(self.model) and isinstance(inputs.get("position_ids"), Tensor)
+        if parents is not None:
+            inputs |= self._as_tree(parents, inputs["position_ids"])
         self.output = self.model(**inputs, **self.options, return_dict=True)
         self.unkept += length
         logits: Tensor = self.output.logits[:, -length:].float()
@@ -83,6 +106,8 @@ class Reader:
         row needs none of them; how many stay."""
         wanted = [count for count in counts if count is not None] or [0]
         most = max(wanted) if self.ragged else min(wanted)
+        if self.recurrent and most < self.unkept:
+            most = 0
         if dropped := self.unkept - most:
             self.ids = self.ids[:, :-dropped]
         self._forget(dropped)
@@ -105,6 +130,35 @@ class Reader:
                 at = order[:, None, :, None].to(x.device).expand(-1, x.shape[1], -1, x.shape[3])
                 setattr(layer, name, torch.cat([x[:, :, :before], x[:, :, before:].gather(2, at)], 2)[:, :, :length])
 
+    def _as_tree(self, parents: Sequence[Sequence[int]], positions: Tensor) -> dict[str, Tensor]:
+        """Mask ``[B, 1, n, S + n]`` and positions of a block that is a tree: a token sees what was kept and its own path, and
+        stands as far behind as the path is long."""
+        rows, length, device = len(parents), len(parents[0]), self.ids.device
+        depth = torch.tensor([depths(one) for one in parents], device=device)
+        positions = positions.expand(*positions.shape[:-2], rows, length)
+        seen = torch.stack([ancestors(one) for one in parents]).to(device)
+        before = self.cache.get_seq_length()
+        kept = self.arguments.get("attention_mask")
+        kept = torch.ones(rows, before, device=device) if kept is None else kept[:, :before]
+        visible = torch.cat([kept.bool()[:, None].expand(-1, length, -1), seen], 2)[:, None]
+        mask = torch.zeros(visible.shape, dtype=self.model.dtype, device=device)
+        return {
+            "position_ids": positions.gather(-1, depth.expand_as(positions)),
+            "attention_mask": mask.masked_fill(~visible, torch.finfo(mask.dtype).min),
+        }
+
+    def move_up(self, places: Sequence[Sequence[int]]) -> None:
+        """Let the tokens at ``places`` of the last block, of every row, be its first ones."""
+        length = self.unkept
+        order = torch.tensor([[*one, *(set(range(length)) - set(one))] for one in places], device=self.ids.device)
+        if bool((order == torch.arange(length, device=order.device)).all()):
+            return
+        self.ids[:, -length:] = self.ids[:, -length:].gather(1, order)
+        for layer in self.cache.layers:
+            for x in (layer.keys, layer.values):
+                at = order[:, None, :, None].to(x.device).expand(-1, x.shape[1], -1, x.shape[3])
+                x[:, :, -length:] = x[:, :, -length:].gather(2, at)
+
     def _longer(self, count: int) -> dict[str, Any]:
         """The arguments for ``count`` further tokens."""
         arguments: dict[str, Any] = self.model._update_model_kwargs_for_generation(
@@ -114,7 +168,14 @@ class Reader:
 
     def _forget(self, dropped: int) -> None:
         """Cut the last ``dropped`` tokens off the cache and the arguments. Layers with windows shrink even for 0."""
-        self.cache.crop(-dropped)
+        if not self.recurrent:
+            self.cache.crop(-dropped)
+        elif dropped and self._restore is not None:
+            self._restore()
+        else:
+            for layer in self.cache.layers:
+                if not isinstance(layer, LinearAttentionLayer):
+                    layer.crop(0)
         for name in ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"):
             value = self.arguments.get(name)
             if dropped and isinstance(value, Tensor):
@@ -137,3 +198,14 @@ class Reader:
             before = positions[..., -most - 1 : -most]
             newest = torch.where(kept[:, None] > 0, new.gather(-1, last), before)
             self.arguments["position_ids"] = torch.cat([positions[..., :-most], torch.where(gone, newest, new)], -1)
+
+
+def _masked(model: Any) -> bool:
+    """Whether the attention of a model takes a mask of its caller's."""
+    name = str(model.config.get_text_config()._attn_implementation)
+    return name.endswith(("eager", "sdpa"))
+
+
+def _recurrent(cache: Any) -> list[Any]:
+    """The layers of a cache that have recurrent states."""
+    return [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]

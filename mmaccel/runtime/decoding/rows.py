@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...decoding.accept import accept_sampled, random_numbers
+from ...decoding.accept import accept_branch, accept_sampled, random_numbers
 
 
 def in_common(first: Sequence[int], second: Sequence[int]) -> int:
@@ -19,11 +19,58 @@ def in_common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 class Draft(NamedTuple):
-    """Tokens that may follow a row, and of drawn ones the distributions ``[V]`` float32 that they were drawn from; none for
-    tokens that were chosen."""
+    """Tokens that may follow a row.
+
+    probabilities : of drawn tokens the distributions ``[V]`` float32 that they were drawn from; none for chosen tokens.
+    parents : of a tree, see :class:`mmaccel.decoding.tree.Tree`; none for a chain.
+    source : name of the source that made the draft.
+    """
 
     tokens: Sequence[int] = ()
     probabilities: Sequence[Tensor] = ()
+    parents: Sequence[int] = ()
+    source: str = ""
+
+    def cut(self, length: int) -> Draft:
+        """The first ``length`` tokens."""
+        return self._replace(
+            tokens=self.tokens[:length], probabilities=self.probabilities[:length], parents=self.parents[:length]
+        )
+
+    def without(self, forbidden: Collection[int]) -> Draft:
+        """The draft without ``forbidden`` tokens and what follows them."""
+        if not any(token in forbidden for token in self.tokens):
+            return self
+        if not self.parents:
+            return self.cut(next(place for place, token in enumerate(self.tokens) if token in forbidden))
+        tokens, parents, number = list[int](), list[int](), {-1: -1}
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            if parent in number and token not in forbidden:
+                number[node] = len(tokens)
+                tokens.append(token)
+                parents.append(number[parent])
+        return self._replace(tokens=tokens, parents=parents)
+
+    @property
+    def before(self) -> Sequence[int]:
+        """The number of the token before each, -1 for the newest of the row."""
+        return self.parents or range(-1, len(self.tokens) - 1)
+
+    def following(self, node: int) -> Sequence[int]:
+        """The numbers of the tokens that follow one, or the newest of the row for -1."""
+        if self.parents:
+            return [number for number, parent in enumerate(self.parents) if parent == node]
+        return (node + 1,) if node + 1 < len(self.tokens) else ()
+
+    def path(self, text: Sequence[int]) -> list[int]:
+        """The numbers of the tokens that ``text`` begins with."""
+        found: list[int] = []
+        for token in text:
+            after = (one for one in self.following(found[-1] if found else -1) if self.tokens[one] == token)
+            if (node := next(after, None)) is None:
+                break
+            found.append(node)
+        return found
 
 
 class Chooser:
@@ -65,22 +112,29 @@ class Chooser:
         probabilities = scores.softmax(-1)
         return Draft(torch.multinomial(probabilities, 1)[:, 0].tolist(), list(probabilities))
 
-    def choose(self, scores: Tensor, drafts: Sequence[Draft], place: int) -> list[int]:
-        """The next tokens by ``scores [R, V]``, of rows whose tokens before ``place`` of their ``drafts`` were accepted: the
-        drafted one where it is accepted."""
+    def choose(self, scores: Tensor, drafts: Sequence[Draft], nodes: Sequence[int]) -> list[int]:
+        """The next tokens by ``scores [R, V]``, of rows whose newest token is number ``nodes[i]`` of their draft, -1 for the
+        one before it: a drafted one where it is accepted."""
         if not self.sample:
             best: list[int] = scores.argmax(-1).tolist()
             return best
-        drafted = torch.tensor([draft.tokens[place] if place < len(draft.tokens) else -1 for draft in drafts])
-        drafted = drafted.to(scores.device)[:, None]
+        after = [draft.following(node) for draft, node in zip(drafts, nodes, strict=True)]
+        single = [draft.tokens[one[0]] if len(one) == 1 else -1 for draft, one in zip(drafts, after, strict=True)]
+        drafted = torch.tensor(single, device=scores.device)[:, None]
         q = torch.zeros_like(scores).scatter_(1, drafted.clamp(min=0), 1.0)
-        for row, draft in enumerate(drafts):
-            if place < len(draft.probabilities):
-                q[row] = draft.probabilities[place].to(q)
+        for row, (draft, one) in enumerate(zip(drafts, after, strict=True)):
+            if one and one[0] < len(draft.probabilities):
+                q[row] = draft.probabilities[one[0]].to(q)
         # what follows an accepted token is chosen at the next place
         target = scores.softmax(-1)[:, None].expand(-1, 2, -1)
-        numbers = random_numbers(drafted, scores.shape[1])
-        chosen: list[int] = accept_sampled(target, drafted, *numbers, q[:, None]).tokens[:, 0].tolist()
+        uniform, exponential = random_numbers(drafted, scores.shape[1])
+        chosen: list[int] = accept_sampled(target, drafted, uniform, exponential, q[:, None]).tokens[:, 0].tolist()
+        for row, (draft, several) in enumerate(zip(drafts, after, strict=True)):
+            if len(several) > 1:
+                tokens = [draft.tokens[one] for one in several]
+                numbers: list[float] = torch.rand(len(tokens), dtype=torch.float64).tolist()
+                found, left = accept_branch(target[row, 0], tokens, numbers)
+                chosen[row] = int((left / exponential[row]).argmax()) if found is None else tokens[found]
         return chosen
 
 
@@ -120,12 +174,14 @@ class Row:
 
     tokens : ids of prompt (padding included) and answer. prompt : how many of them are the prompt's.
     pending : the newest tokens, which the model has not read yet.
+    sources : of every token of the answer who drafted it; empty for the model's own.
     scores, logits : of every token of the answer, where the caller wants them.
     """
 
     tokens: list[int]
     prompt: int
     pending: list[int] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
     ended: bool = False
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
@@ -139,7 +195,8 @@ class Row:
         """The tokens behind the prompt."""
         return self.tokens[self.prompt :]
 
-    def commit(self, token: int) -> None:
-        """Add a token that is certain."""
+    def commit(self, token: int, source: str = "") -> None:
+        """Add a token that is certain, which ``source`` has drafted."""
         self.tokens.append(token)
         self.pending.append(token)
+        self.sources.append(source)

@@ -24,6 +24,8 @@ class SharedDraft(ModelDraft):
     inputs : those of its call, whose ``reads_all`` is off while it drafts.
     """
 
+    own_cache = False
+
     def __init__(self, name: str, reader: Reader, inputs: CallInputs) -> None:
         super().__init__(name, reader.model, {}, {})
         self.reader, self.inputs = reader, inputs
