@@ -21,7 +21,17 @@ FAMILIES = ["qwen3_vl", "llava_next", "llava_onevision", "internvl"]
 
 #: the others run with one of them
 CASES = [(family, *recipe) for family in FAMILIES for recipe in RECIPES]
-SIMPLE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "llava", "llava_next_video", "mistral3", "idefics3", "smolvlm")
+SIMPLE = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl_moe",
+    "glm4v",
+    "llava",
+    "llava_next_video",
+    "mistral3",
+    "idefics3",
+    "smolvlm",
+)
 CASES += [(family, *RECIPES[0]) for family in SIMPLE]
 
 

@@ -166,6 +166,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2_5_VLForConditionalGeneration": Architecture(_BOTH, "visual.blocks", _GRIDS),
     "Qwen3VLForConditionalGeneration": Architecture(_BOTH, "visual.blocks", _GRIDS),
     "Qwen3VLMoeForConditionalGeneration": Architecture(_BOTH, "visual.blocks", _GRIDS),
+    "Glm4vForConditionalGeneration": Architecture(_BOTH, "visual.blocks", _GRIDS, tapped=False),
     "LlavaForConditionalGeneration": Architecture(
         {"image": "pixel_values"}, _NESTED, rename=_clip_tower, pictures=_sized
     ),

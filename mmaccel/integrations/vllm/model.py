@@ -190,7 +190,7 @@ class ReducedModel:
         token = self.plan.placeholder(modality)
         tokens = [token] * item.before if item.tokens is None else item.tokens.tolist()
         data: Any = {name: SimpleNamespace(data=alone(value)) for name, value in item.arguments.items()}
-        feature = MultiModalFeatureSpec(data, modality, "", PlaceholderRange(0, len(tokens)))
+        feature = MultiModalFeatureSpec(data, modality, "", PlaceholderRange(0, len(tokens), item.visual))
         positions = self._positions(tokens, [feature])
         behind = int(positions.max()) + 1 - self._ahead(positions)
         return torch.cat([positions, positions.new_full((1, len(tokens)), behind)])
@@ -286,7 +286,10 @@ def _place(tokens: list[int], feature: Any) -> Place:
 
 
 def _moved(feature: Any, place: Place, start: int) -> Any:
-    """Place of the picture in the unreduced prompt."""
-    is_embed = None if feature.mm_position.is_embed is None else place.whole
+    """Place of the picture in the unreduced prompt; families find the frames of a clip by its mask."""
+    if APART in feature.data:
+        is_embed = feature.data[APART].data[1].bool()
+    else:
+        is_embed = None if feature.mm_position.is_embed is None else place.whole
     where = type(feature.mm_position)(start, len(place.whole), is_embed)
     return replace(feature, mm_position=where)
