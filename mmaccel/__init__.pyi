@@ -56,6 +56,7 @@ from .kv.policies.clusterkv import ClusterKV as ClusterKV
 from .kv.policies.compactor import Compactor as Compactor
 from .kv.policies.criticalkv import CriticalKV as CriticalKV
 from .kv.policies.cur import CUR as CUR
+from .kv.policies.dca import DualChunkAttention as DualChunkAttention
 from .kv.policies.doublesparsity import DoubleSparsity as DoubleSparsity
 from .kv.policies.dycoke_cache import DyCokeCache as DyCokeCache
 from .kv.policies.elastic_cache import ElasticCache as ElasticCache

@@ -8,18 +8,12 @@ from typing import Any
 from ..errors import MmaccelError
 from ..method import ChunkMethod
 from ..recipe import Recipe
+from ..runtime.cache.rotation import positions_of
 
 
 def position_limit(model: Any) -> int | None:
     """Number of positions of the language model of ``model``, with scaled RoPE; None if its config does not say."""
-    config = model.config.get_text_config()
-    limit: int | None = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
-    if limit is None or not factor:
-        return limit
-    # some configs state the scaled number, others the original one
-    return max(limit, int(factor * (original or limit)))
+    return positions_of(model.config.get_text_config())
 
 
 def has_axes(model: Any) -> bool:
@@ -42,7 +36,7 @@ def free_positions(model: Any, recipe: Recipe, inputs: Mapping[str, Any], enough
     clips = any("video" in name and value is not None for name, value in inputs.items())
     if tokens + enough <= most and not (clips and has_axes(model)):
         return None
-    if any(isinstance(method, ChunkMethod) for _, method in recipe.build()):
+    if any(isinstance(method, ChunkMethod) or method.extends for _, method in recipe.build()):
         return None
     free = most - prompt_positions(model, inputs)
     return None if free >= enough else free

@@ -32,6 +32,7 @@ RecipeName: TypeAlias = Literal[
     "cur",
     "d2o",
     "dart",
+    "dca",
     "distinct-frames",
     "divprune",
     "doublesparsity",

@@ -148,6 +148,8 @@ class Method(ABC):
     conserves_mass: ClassVar[bool] = False
     #: the authors' program renumbers positions between layers of the language model, which is not offered here
     renumbers_inside: ClassVar[bool] = False
+    #: whether prompts may be longer than the positions that the model has
+    extends: ClassVar[bool] = False
     #: the default ``retain`` of the recipe that consists of this method alone
     default_retain: ClassVar[float | None] = 0.25
     #: how the authors' program rounds the number of tokens that it keeps, where it is a ratio

@@ -22,6 +22,7 @@ from ..families.tower import Towers
 from ..kv.cache import CacheState
 from ..kv.codecs import Codec, token_groups
 from ..kv.parked import ParkedFrames
+from ..kv.policies.dca import DualChunkAttention
 from ..method import (
     ChunkMethod,
     DraftMethod,
@@ -49,13 +50,14 @@ from ..method.results import check_type
 from ..recipe import Recipe, Stage
 from ..recipe.recipe import check_together
 from .cache.close_gaps import CloseGaps
+from .cache.dual_chunk import ReadChunks
 from .cache.eviction import CachePolicy, EvictByDraft, EvictByReread, EvictKeys
 from .cache.offload import FetchKeys, ParkKeys
 from .cache.packing import PackKeys
 from .cache.piece_eviction import EvictByPiece
 from .cache.reading import ReadKeys, ReadKeysAhead, RecallKeys
 from .cache.recall import AskFrames, ReadFrames, RecallRun
-from .cache.rotation import moves_keys
+from .cache.rotation import moves_keys, positions_of
 from .call.call import Call
 from .call.forward import Continuation, Forward, Prompt
 from .call.plan import (
@@ -152,21 +154,24 @@ def plan_model(
 
 
 def _check_gaps(recipe: Recipe, stages: tuple[PlannedStage[Any], ...], family: Family, offload: Offload | None) -> None:
-    """Raise :class:`UnsupportedError` where the keys that stay cannot be given consecutive positions, if they are to be."""
-    policies = [stage.method.name for stage in _of(Policy, stages) if stage.method.close_gaps]
-    if not policies:
+    """Raise :class:`UnsupportedError` where keys cannot be given other positions, if they are to be."""
+    moving = [stage.method for stage in _of(Policy, stages) if stage.method.close_gaps or stage.method.extends]
+    if not moving:
         return
-    if others := [stage.method.name for stage in stages if stage.method.site in ("layers", "codec")]:
+    method, closes = moving[0], moving[0].close_gaps
+    if closes and (others := [stage.method.name for stage in stages if stage.method.site in ("layers", "codec")]):
         why = f"{', '.join(others)} of recipe {recipe.name!r} leaves layers of different lengths, or packs keys as they stand"
-    elif recipe.chunk is not None or offload is not None:
+    elif closes and (recipe.chunk is not None or offload is not None):
         why = "keys are moved when the whole prompt is evicted from, where chunk= and offload= have moved them on"
     elif not moves_keys(family):
         why = f"keys of this {family.name} model cannot be moved to other positions"
     elif "mrope_section" in (family.text.config.rope_parameters or {}):
-        why = f"positions of this {family.name} model have three axes, and keys stand behind each other on one"
+        why = f"positions of this {family.name} model have three axes, and keys are moved along one"
     else:
         return
-    raise UnsupportedError(f"close_gaps=True of {policies[0]}: {why}; leave out close_gaps.")
+    if closes:
+        raise UnsupportedError(f"close_gaps=True of {method.name}: {why}; leave out close_gaps.")
+    raise UnsupportedError(f"{method.name}: {why}; leave it out, and show fewer pictures or frames.")
 
 
 def key_biases(family: Family) -> dict[int, Tensor]:
@@ -391,6 +396,8 @@ def _runs_of_prompt(call: Call[ModelPlan], prompt: Prompt) -> Iterator[Run]:
     yield WritePrompt(prompt, reducer, None if chunks is None else chunks.cut)
     if recall is not None:
         yield recall
+    if state is not None and plan.policy is not None and isinstance(plan.policy.method, DualChunkAttention):
+        yield ReadChunks(prompt, plan.policy.method, state, positions_of(plan.family.text.config))
     yield prepared
     if split is not None and recall is None:
         yield split
@@ -409,6 +416,8 @@ def _runs_behind(call: Call[ModelPlan], forward: Continuation) -> Iterator[Run]:
     if plan.token_groups:
         yield PackKeys(forward, state, policy)
     yield ContinueText(forward)
+    if plan.policy is not None and isinstance(plan.policy.method, DualChunkAttention):
+        yield ReadChunks(forward, plan.policy.method, state, positions_of(plan.family.text.config))
     if (recall := _recall(forward, state)) is not None:
         yield recall
     elif plan.recipe.chunk is not None and plan.splits(forward.length):

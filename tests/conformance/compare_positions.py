@@ -10,13 +10,14 @@ import torch
 import zoo
 from comparators import Arrays, Params, close
 from compare_recall import rotated
-from harness import CacheRun, receiving, run
+from harness import CacheRun, make, receiving, run
 from torch import Tensor
 
 from mmaccel import Recipe, Stage, accelerated
 from mmaccel.families import family_of
 from mmaccel.families.base import Continued
 from mmaccel.runtime.cache.close_gaps import CloseGaps
+from mmaccel.runtime.cache.dual_chunk import ReadChunks
 from mmaccel.runtime.call.runs import TextInputs
 
 #: what a patch of the tiny models has: colours, frames, rows and columns
@@ -84,14 +85,18 @@ class Turning(torch.nn.Module):
         return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
 
 
+def turning(base: float, width: int) -> Any:
+    """A text model that has this RoPE, and nothing else."""
+    return SimpleNamespace(rotary_emb=Turning(base, width), config=SimpleNamespace(rope_parameters={}), layers=[])
+
+
 def rerotate(params: Params, arrays: Arrays) -> None:
     """A prompt of which a policy keeps these positions."""
     keys, kept = arrays["in_k"], arrays["in_positions"]
     rows, _, total, width = keys.shape
     figures = torch.zeros(keys.shape[:3]).scatter_(2, kept, 1.0)
     policy = receiving("h2o", [figures], close_gaps=True)
-    rope: Any = Turning(params["rope_theta"], width)
-    text = SimpleNamespace(rotary_emb=rope, config=SimpleNamespace(rope_parameters={}), layers=[])
+    text = turning(params["rope_theta"], width)
     cache = CacheRun(policy, kept.shape[2], text=text)
     cache.begin(total, rows)
     gaps = CloseGaps(cache.forward, cache.state)
@@ -101,7 +106,34 @@ def rerotate(params: Params, arrays: Arrays) -> None:
     close(cache.state.layers[0].stored()[0], arrays["out_k"])
 
 
+def dca(params: Params, arrays: Arrays) -> None:
+    """A prompt, and of ``decode`` its last token alone; the second row has other values."""
+    q, k, v = (arrays[name] for name in ("in_q", "in_k", "in_v"))
+    total, width = q.shape[1:]
+    policy = make("dca", chunk_size=params["chunk_size"], local_window=params["local_window"])
+    size, step = policy.sizes(None)
+    assert (size, step) == (params["chunk_size"], params["chunk_len"])
+    text = turning(params["rope_base"], width)
+    cache = CacheRun(policy, 1.0, text=text)
+    cache.begin(total)
+    given = TextInputs({"position_ids": torch.arange(total)[None]})
+    ReadChunks(cache.forward, policy, cache.state, None).before_text(given)
+    inside = given.arguments["position_ids"][0]
+    query, key = (rotated(x, inside, params["rope_base"]) for x in (q, k))
+    close(key, arrays["out_k_cache"])
+    places = torch.arange(total)
+    if params["decode"]:
+        query, places = query[:, -1:], places[-1:]
+    at, came = places.expand(2, -1), torch.arange(total).expand(2, 1, -1)
+    visible = (came[:, :, None] <= at[:, None, :, None])[:, :1]
+    states = [torch.stack([x, other]) for x, other in ((query, query), (key, key), (v, -v))]
+    rounded = not params["decode"]
+    read = run("dual_chunk_attention", text, *states, at, came, visible, width**-0.5, (size, step), rounded)
+    torch.testing.assert_close(read[0].flatten(1), arrays["out_attn"], rtol=1e-4, atol=1e-5)
+
+
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("huggingface/transformers (PyPI)", "get_rope_index"): mrope,
+    ("HKUNLP/ChunkLlama", "forward, ChunkLlamaRotaryEmbedding"): dca,
     ("NVIDIA/kvpress", "KeyRerotationPress.rerotate_keys"): rerotate,
 }

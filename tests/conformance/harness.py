@@ -29,6 +29,7 @@ from mmaccel.kv.cache import CacheState
 from mmaccel.kv.forward_info import ForwardInfo, Phase
 from mmaccel.method import DraftPolicy, LayerAttention, Method, Policy, ReadingPolicy, registry
 from mmaccel.method.base import Variant
+from mmaccel.runtime.cache.dual_chunk import dual_chunk_attention
 from mmaccel.runtime.cache.eviction import CachePolicy, EvictKeys
 from mmaccel.runtime.cache.reading import ReadKeys, RecallKeys
 from mmaccel.runtime.call.forward import Continuation, Forward, Prompt, PromptResult
@@ -42,7 +43,15 @@ made: list[str] = []
 #: functions of the product that vectors show though they are no method
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     one.__name__: one
-    for one in (accept_branch, accept_greedy, accept_sampled, StaticTree, ThreeAxes.new_positions, next_positions)
+    for one in (
+        accept_branch,
+        accept_greedy,
+        accept_sampled,
+        StaticTree,
+        ThreeAxes.new_positions,
+        next_positions,
+        dual_chunk_attention,
+    )
 }
 #: what comparators call that no registered method calls
 BENEATH: dict[Compare, str] = {}

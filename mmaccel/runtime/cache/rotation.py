@@ -16,6 +16,17 @@ def moves_keys(family: Family) -> bool:
     return bool(family.halves) and rope.get("rope_type") not in ("dynamic", "longrope")
 
 
+def positions_of(config: Any) -> int | None:
+    """Number of positions of a language model by its ``config``, with scaled RoPE; None if it does not say."""
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    if limit is None or not factor:
+        return limit
+    # some configs state the scaled number, others the original one
+    return max(limit, int(factor * (original or limit)))
+
+
 def rotations(text: Any, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines ``[B, n, D]`` float32 of the RoPE of a ``text`` model at positions ``[B, n]`` or ``[axes, B, n]``; the
     factor that some kinds of RoPE multiply them by is left out."""
