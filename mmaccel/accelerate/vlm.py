@@ -487,7 +487,8 @@ def accelerate_vlm(
         paper; see :class:`Recipe`.
     text_retain : share of the text keys that a cache policy keeps; by default all of them.
     proportional : ``"pictures"`` or ``"all"``: in the attention of the language model tokens that are left, of pictures or of
-        clips too, weigh as many as they represent; see :class:`Recipe`. By default ``"none"`` do.
+        clips too, weigh as many as they represent; ``"restore"`` does so as RESTORE does, with a factor of distance; see
+        :class:`Recipe`. By default ``"none"`` do.
     chunk : tokens of a prompt that the language model reads at once, so that activations do not grow with the prompt; see
         :class:`Recipe`. By default all. ``prefill_chunk_size`` of ``generate`` is taken for it.
     frames_at_once : pictures, tiles or frames that the vision tower encodes at once, so that its activations do not grow with

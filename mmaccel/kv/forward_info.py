@@ -66,7 +66,8 @@ class ForwardInfo:
     phases : which tokens are left from which layer on, the first from layer 0.
     reads : what layers read in this forward from which one on, if not everything, rising.
     where_parked : layers in host memory that are read there, since this forward reads few of their keys.
-    weights : what is added to the logits of keys, see :class:`.shared.Shared`.
+    weights, first_weights : what is added to the logits of keys, see :class:`.places.Places`.
+    by_distance : whether a factor of distance is added, too (:mod:`.distance`).
     rotations : cosines and sines ``[1 or B, q, D]`` of the tokens that enter the layers, and a function that returns those of
         tokens before them, where codecs need them (:mod:`.key_bias`).
     expected_new_tokens : how many tokens may follow these at most, where that is known; no room is made for more.
@@ -79,6 +80,8 @@ class ForwardInfo:
     reads: list[tuple[int, SparseRead | None]] = field(default_factory=list)
     where_parked: Collection[int] = ()
     weights: Tensor | None = None
+    first_weights: Tensor | None = None
+    by_distance: bool = False
     expected_new_tokens: int | None = None
     rotations: tuple[Tensor, Tensor, Earlier] | None = None
 

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from .index import select_rows
 
-_BY_PLACE = ("grid_table", "visual", "weights", "ordinals")
+_BY_PLACE = ("grid_table", "visual", "weights", "first_weights", "ordinals")
 #: the first picture of a row that has none
 _NO_PICTURE = sys.maxsize
 
@@ -25,6 +25,7 @@ class Places:
         on evicting while it decodes, or reads some keys at every step.
     visual : ``[B, n]`` bool, which places are visual; only where text has a codec of its own.
     weights : ``[B, n]``, added to the attention logits of the keys in all layers; only with proportional attention.
+    first_weights : ``[B, n]``, the same in layer 0, where it has others.
     ordinals : ``[B, n]`` long, the number of each place among the tokens of its row; None where no forward had padding. Only
         where a policy counts tokens.
     first_pictures : of every row the place of its first visual token; empty where nobody said, and all rows count as such that
@@ -34,6 +35,7 @@ class Places:
     grid_table: Tensor | None = None
     visual: Tensor | None = None
     weights: Tensor | None = None
+    first_weights: Tensor | None = None
     ordinals: Tensor | None = None
     first_pictures: Sequence[int] = ()
 

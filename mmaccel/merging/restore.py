@@ -1,5 +1,8 @@
 """RESTORE, its reduction: half of the budget by another method, the other half by merging around distinctive anchors."""
 
+from __future__ import annotations
+
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -8,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction
-from ..method import ProjectorMethod, TokenBatch, register
+from ..method import AttentionGuided, ModelFacts, ProjectorMethod, Tap, TokenBatch, register
 from ..method.density_peaks import centres
 from ..method.registry import get_method
 
@@ -24,13 +27,15 @@ class RestoreMerge(ProjectorMethod):
     are anchors, as many as are left of the budget. Every other one joins the anchor of largest cosine, the lower slot on a tie.
     A group becomes its mean, at the place of its lower median member, so that no token is lost.
 
+    The paper then gives the picture its old share of attention in all layers, by the sizes of groups and a factor of distance:
+    ``proportional="restore"``, an option of every recipe that does not touch the cache.
+
     Parameters
     ----------
-    base : the method that keeps tokens; it reads nothing but what the language model would read.
+    base : the method that keeps tokens, with its defaults; those of the paper are ``divprune``, ``holov`` and ``vispruner``.
+    query : whose attention counts where ``base`` reads attention, see :class:`AttentionGuided`.
 
-    Paper and program: the program then gives every token its old share of attention in all layers, by the size of its group
-    and by a factor of distance, which is not offered here; ``proportional="all"`` weighs tokens by what they represent. By its
-    names the program compares with denser tokens; it compares with less dense ones, as is done here.
+    Paper and program: by its the program compares with denser tokens; it compares with less dense ones, as is done here.
     """
 
     name = "restore-merge"
@@ -40,7 +45,26 @@ class RestoreMerge(ProjectorMethod):
     conserves_mass = True
     default_retain = 0.25
 
-    base: Literal["divprune", "coverage", "otprune", "spacetime"] = "divprune"
+    base: Literal["divprune", "coverage", "otprune", "spacetime", "holov", "vispruner"] = "divprune"
+
+    query: Literal["auto", "cls", "all"] = "auto"
+
+    def fit(self, family: ModelFacts) -> RestoreMerge:
+        """This method with ``auto`` replaced by ``cls`` or ``all``, if ``base`` reads attention."""
+        fitted = self.by_itself().fit(family)
+        return replace(self, query=fitted.query) if isinstance(fitted, AttentionGuided) else self
+
+    def by_itself(self) -> ProjectorMethod:
+        """The method ``base``."""
+        kind = get_method(self.base)
+        options = {"query": self.query} if issubclass(kind, AttentionGuided) else {}
+        return kind(**options)  # type: ignore[return-value]
+
+    def taps(self) -> tuple[Tap, ...]:
+        return self.by_itself().taps()
+
+    def check(self, family: ModelFacts) -> None:
+        self.by_itself().check(family)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``count [N]`` -> tokens of ``base``, and groups of the others."""
@@ -56,8 +80,7 @@ class RestoreMerge(ProjectorMethod):
 
     def retained(self, tokens: TokenBatch, count: Tensor) -> Tensor:
         """``[N, n]`` bool: the ``count [N]`` tokens that ``base`` keeps."""
-        chosen: ProjectorMethod = get_method(self.base)()  # type: ignore[assignment]
-        return chosen.reduce(tokens, count).kept
+        return self.by_itself().reduce(tokens, count).kept
 
     def groups(self, features: Tensor, count: int) -> Tensor:
         """``[n]`` long: the lower median member of the group of each token of ``features [n, D]``, in ``count`` groups."""

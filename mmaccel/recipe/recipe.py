@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import permutations
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..core.budget import Retain, check_retain
 from ..errors import MmaccelError, no_json, short_int
@@ -21,7 +21,7 @@ from ..method.model_options import Loaded
 from ..method.registry import get_method
 
 Positions = Literal["keep", "gap", "paper"]
-Proportional = Literal["none", "pictures", "all"]
+Proportional = Literal["none", "pictures", "all", "restore"]
 #: sites at which tokens are dropped
 _BEFORE_CACHE = ("patches", "encoder", "projector", "layers")
 #: what a caller may set besides options of methods
@@ -148,11 +148,11 @@ class Recipe:
         (every method does what its authors' program does, roundings and known quirks included; a method's page says what
         changes).
     text_retain : share of the text keys a ``cache`` stage keeps; None leaves text untouched.
-    proportional : ``none``, ``pictures`` or ``all``: whether visual tokens that are left, of pictures or of clips too, weigh as
-        many tokens as they represent (proportional attention, as in ToMe, arXiv 2210.09461, and, in a language model, PACT,
-        arXiv 2504.08966): every token that is dropped before the language model counts for the one that is left of its
-        picture and most like it, and ``log n`` is added to the attention logits of a token that represents ``n``. It is for
-        recipes that do not touch the cache; flash attention gives way to sdpa.
+    proportional : ``none``, ``pictures``, ``all`` or ``restore``: whether visual tokens that are left, of pictures or of clips
+        too, weigh as many tokens as they represent (proportional attention, as in ToMe, arXiv 2210.09461, and, in a language
+        model, PACT, arXiv 2504.08966): every token that is dropped before the language model counts for the one that is left
+        of its picture and most like it, and ``log n`` is added to the attention logits of a token that represents ``n``. It is
+        for recipes that do not touch the cache; sdpa replaces flash attention. ``restore`` calibrates as RESTORE (ICML 2026).
     chunk : tokens that the language model reads at once of a prompt, of those that methods before it leave; None for all. The
         answer is that of one piece, up to rounding. A cache policy evicts after each chunk what exceeds its budget for the
         whole prompt, so that no layer holds more than budget, text and one chunk; it chooses by what it has seen up to there,
@@ -191,8 +191,8 @@ class Recipe:
             )
         if self.variant not in ("exact", "official"):
             raise MmaccelError(f"variant={self.variant!r} is unknown; use 'exact' or 'official'.")
-        if self.proportional not in ("none", "pictures", "all"):
-            raise MmaccelError(f"proportional={self.proportional!r} is unknown; use 'none', 'pictures' or 'all'.")
+        if self.proportional not in (known := get_args(Proportional)):
+            raise MmaccelError(f"proportional={self.proportional!r} is unknown; use one of {', '.join(known)}.")
         if self.text_retain is not None:
             check_retain(self.text_retain, "text_retain")
         _check_sizes(self)

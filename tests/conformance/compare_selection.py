@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from comparators import Arrays, Params, close, kept_of, one_unit, same_set
-from harness import NotOffered, fault, make
+from harness import fault, make, run
 from torch import Tensor
 
+from mmaccel.core.layout import Layout, Segment, Tile
+from mmaccel.core.reduction import Links, Reduction
+from mmaccel.kv.forward_info import ForwardInfo
+from mmaccel.kv.index import KeyIndex
 from mmaccel.method import Method, TokenBatch
+from mmaccel.runtime.call.runs import TextInputs
+from mmaccel.runtime.prompt.proportional import WeighTokens
 
 
 def in_order(method: Method, tokens: TokenBatch, order: Tensor) -> None:
@@ -149,7 +158,64 @@ def restore_anchors(params: Params, arrays: Arrays) -> None:
 
 
 def restore(params: Params, arrays: Arrays) -> None:
-    raise NotOffered("attention in every layer by the sizes of groups and a factor of distance")
+    """The reduction and the calibrated attention of a prompt, the picture behind the system's tokens."""
+    x, text, front, count = arrays["features"], arrays["text"], params["system_tokens"], params["n_vis"]
+    signals = {} if "attention" not in arrays else {"cls_attention": arrays["attention"].mean(0)[None]}
+    method = make("restore-merge", base=params["base"], query="cls")
+    ours = method.reduce(one_unit(x, **signals), torch.tensor([count]))
+    kept, owner = kept_of(ours), ours.owner()[0]
+    assert bool((arrays["in_slot"] == 1).all())
+    assert torch.equal(kept[arrays["owner"]], owner)
+    close(ours.apply(x[None])[0], arrays["visual"])
+    # the prompt at its places
+    size, whole = len(x), len(x) + len(text)
+    places = torch.cat([torch.arange(front), front + kept, torch.arange(front + size, whole)])
+    assert torch.equal(places, arrays["positions"])
+    prompt = _prompt(ours, front, whole)
+    WeighTokens(prompt).before_text(TextInputs({"inputs_embeds": torch.zeros(1, whole, x.shape[1])}))
+    incoming = prompt.incoming
+    assert incoming.weights is not None and incoming.first_weights is not None and incoming.by_distance
+    close(incoming.weights[0, places].exp(), arrays["sizes"])
+    close(incoming.first_weights[0, places].exp(), arrays["sizes_layer0"])
+    factor = run("distance_factor", places[None], places[None, None])[0, 0]
+    close(factor.tril(), arrays["bias"].tril())
+    index = KeyIndex(places[None].int(), False, len(places))
+    added = index.weighed(incoming.weights, None, len(places))[0, 0] + factor
+    hidden = torch.cat([text[:front], ours.apply(x[None])[0], text[front:]])
+    query, key, value = (
+        (hidden @ arrays[name].T).unflatten(-1, (params["heads"], -1)).transpose(0, 1)[None]
+        for name in ("wq", "wk", "wv")
+    )
+    angles = places[:, None] * params["rope_base"] ** -(torch.arange(0, key.shape[3], 2) / key.shape[3])
+    cosine, sine = (torch.cat([turn, turn], -1) for turn in (angles.cos(), angles.sin()))
+    half = key.shape[3] // 2
+    query, key = (one * cosine + torch.cat([-one[..., half:], one[..., :half]], -1) * sine for one in (query, key))
+    made = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=added)
+    close(made[0].transpose(0, 1).flatten(1) @ arrays["wo"].T, arrays["attention_layer1"])
+
+
+def _prompt(reduction: Reduction, front: int, whole: int) -> Any:
+    """A prompt of ``whole`` tokens with a picture behind ``front`` of them, of which ``reduction`` is left."""
+    size = reduction.kept.shape[1]
+    tile, valid = Tile.raster(1, 1, size, offset=0), torch.ones(1, whole, dtype=torch.bool)
+    layout = Layout(valid, [Segment(0, "image", 0, tile, torch.arange(front, front + size))])
+    links = reduction.links
+    assert links is not None
+    kept = valid.clone()
+    kept[:, front : front + size] = reduction.kept
+    total = Reduction(kept, valid, Links(links.batch, links.slot + front, links.source + front, links.weight))
+    return SimpleNamespace(
+        layout=layout,
+        total=total,
+        state=None,
+        seen=0,
+        incoming=ForwardInfo(0, whole, False),
+        measured=lambda *given: nullcontext(),
+        plan=SimpleNamespace(
+            recipe=SimpleNamespace(proportional="restore"),
+            family=SimpleNamespace(entering=lambda embeds, planes: embeds),
+        ),
+    )
 
 
 _SLIM = "angelslim/compressor/token_compressor/algorithm"

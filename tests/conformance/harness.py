@@ -26,6 +26,7 @@ from mmaccel.decoding.drafters import get_drafter
 from mmaccel.decoding.tree import StaticTree
 from mmaccel.families.mrope import ThreeAxes, next_positions
 from mmaccel.kv.cache import CacheState
+from mmaccel.kv.distance import distance_factor
 from mmaccel.kv.forward_info import ForwardInfo, Phase
 from mmaccel.method import DraftPolicy, LayerAttention, Method, Policy, ReadingPolicy, registry
 from mmaccel.method.base import Variant
@@ -49,8 +50,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         accept_sampled,
         StaticTree,
         ThreeAxes.new_positions,
-        next_positions,
+        distance_factor,
         dual_chunk_attention,
+        next_positions,
     )
 }
 #: what comparators call that no registered method calls

@@ -3,16 +3,23 @@ left the logarithm of how many tokens it stands for."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import oracle
 import pytest
 import torch
 import zoo
 from laws.helpers import generate
+from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerate_vlm, accelerated, get_method
 from mmaccel.core.reduction import Reduction
 from mmaccel.method import EncoderMethod, LayerMethod, ProjectorMethod, ReactivatingMethod
+from mmaccel.runtime.call.readers import Attention
 from mmaccel.runtime.prompt.proportional import represented_tokens
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -233,3 +240,92 @@ def test_for_one_call_and_as_data() -> None:
         torch.testing.assert_close(model(**feed).logits, plain, equal_nan=True)
         torch.testing.assert_close(model(**feed, mmaccel={"proportional": "pictures"}).logits, weighed, equal_nan=True)
     assert not torch.allclose(plain, weighed, equal_nan=True)
+
+
+# --- the calibration of RESTORE -----------------------------------------------------------------------------------------
+@contextmanager
+def masks_of(seen: list[tuple[int, Tensor]]) -> Iterator[None]:
+    """The masks that layers add to their logits, ``[B, 1, q, K]``, layer after layer."""
+    run = Attention.run
+
+    def watched(self: Attention, base: str, mask: Tensor | None, scaling: float | None) -> Any:
+        if mask is not None:
+            seen.append((self.module.layer_idx, mask))
+        return run(self, base, mask, scaling)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Attention, "run", watched)
+        yield
+
+
+def factor(distance: int) -> float:
+    """By the paper's definition."""
+    turns = sum(math.cos(distance * 10000 ** (-2 * t / 128)) for t in range(64)) / 64
+    return math.log(2 - turns)
+
+
+# by choice: one position a token and three axes; methods that drop, merge, and merge in the tower
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["divprune", "restore-merge", "aim-merge", "tome"])
+def test_restore_gives_a_picture_its_old_share(family: str, name: str) -> None:
+    model, feed = oracle.subject(family), zoo.inputs(family, "images")
+    seen: list[tuple[int, Tensor]] = []
+    with masks_of(seen), accelerated(model, name, retain=0.3, proportional="restore", processor=zoo.processor(family)):
+        generate(model, feed, 3)
+        layout, total, depth = model.mmaccel.layout, model.mmaccel.reduction, len(oracle.text_model(model).layers)
+    places = total.kept[0].nonzero()[:, 0]
+    sizes, shares = torch.ones(len(layout.visual[0])), torch.ones(len(layout.visual[0]))
+    owner = total.owner()[0]
+    for number in {segment.picture for segment in layout.segments}:
+        mine = torch.cat([segment.places for segment in layout.segments if segment.picture == number])
+        kept = mine[total.kept[0, mine]]
+        shares[kept] = len(mine) / len(kept)
+    for place in (layout.visual[0] & ~total.kept[0] & (owner >= 0)).nonzero()[:, 0].tolist():
+        sizes[owner[place]] += 1
+    if name == "divprune":
+        assert (owner[layout.visual[0] & ~total.kept[0]] == -1).all(), "nothing merges"
+    else:
+        assert (sizes > 1).any()
+    far = torch.tensor([[factor(int(abs(a - b))) for b in places] for a in places])
+    visible = torch.ones(len(places), len(places), dtype=torch.bool).tril()
+    prompt = dict(seen[:depth])
+    for layer, weights in ((0, shares), (1, sizes)):
+        if layer and name == "divprune":
+            # those that were dropped count for what is like them; all of them do
+            assert (
+                prompt[layer][0, 0, -1].sub(far[-1]).exp()[layout.visual[0, places]].sum()
+                > 0.99 * layout.visual[0].sum()
+            )
+            continue
+        wanted = (far + weights[places].log())[visible]
+        oracle.close(prompt[layer][0, 0][visible], wanted, what="what is added")
+    # while decoding there is no factor, and new tokens weigh one
+    step = dict(seen[-depth:])
+    at = torch.cat([places, places.new_zeros(step[1].shape[-1] - len(places))])
+    for layer, weights in ((0, shares), (1, sizes)):
+        if layer and name == "divprune":
+            continue
+        wanted = weights[at].log()
+        wanted[len(places) :] = 0
+        oracle.close(step[layer][0, 0, -1], wanted, what="what is added while decoding")
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_restore_in_a_batch_and_in_a_later_turn(chunk: int | None) -> None:
+    """Rows are those of each alone, whether the prompt is read at once or not; a kept cache goes on with its weights."""
+    model, feed = oracle.subject("llava"), zoo.inputs("llava", "uneven", batch=2)
+    how = {"retain": 0.3, "proportional": "restore"} | ({} if chunk is None else {"chunk": chunk})
+    with accelerated(model, "restore-merge", **how):
+        both = model(**feed).logits[:, -1]
+        for row in range(2):
+            alone = model(**zoo.single("llava", feed, row)).logits[0, -1]
+            oracle.close(both[row], alone)
+        plain = model(**feed, mmaccel={"proportional": "none"}).logits[:, -1]
+    oracle.apart(both, plain)
+
+
+def test_restore_is_refused_where_weights_are() -> None:
+    with pytest.raises(MmaccelError, match="proportional='restore' is for tokens"):
+        accelerate_vlm(oracle.subject("llava"), ["divprune", "snapkv"], proportional="restore")
+    with pytest.raises(MmaccelError, match="use one of none, pictures, all, restore"):
+        accelerate_vlm(oracle.subject("llava"), "divprune", proportional="sizes")

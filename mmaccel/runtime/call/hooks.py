@@ -289,7 +289,7 @@ def _continuation(
     """New tokens without pictures."""
     if state is None:
         raise no_cache(call.plan.recipe.chunk)
-    incoming.weights = state.shared.places.weights
+    incoming.weights, incoming.first_weights = state.shared.places.weights, state.shared.places.first_weights
     return Continuation(call.plan, call.stats, state, incoming, device)
 
 

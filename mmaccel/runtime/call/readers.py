@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ...core.precision import in_attention_dtype, without_autocast
 from ...kv.decoding import attend, attend_behind, reads_as_stored
+from ...kv.distance import distance_factor
 from ...kv.packed import QuantisedLayer
 from .attention_patch import BACKENDS, base_function
 from .call import Call
@@ -199,10 +200,16 @@ def _masked(forward: Forward, number: int, given: Attention, seen: LayerAttended
     if chosen is not None:
         mask = chosen.mask(given.key.shape[2])
         visible = mask if visible is None else mask & visible
-    if forward.incoming.weights is not None:
+    incoming = forward.incoming
+    if incoming.weights is not None:
         # flash attention takes nothing that is added to its logits
         base = "eager" if base == "eager" else "sdpa"
-        added = forward.index(seen.number).weighed(forward.incoming.weights, visible, given.query.shape[2])
+        index, weights = forward.index(seen.number), incoming.weights
+        if not seen.number and incoming.first_weights is not None:
+            weights = incoming.first_weights
+        added = index.weighed(weights, visible, given.query.shape[2])
+        if incoming.by_distance:
+            added = added + distance_factor(incoming.phase(seen.number).places.to(added.device), index.by_head)
         return given.run(base, _for_heads(added, given).to(given.query.dtype), seen.scaling)
     if base not in BACKENDS:
         base, padding = _for_flash(forward, number, given, seen)

@@ -235,6 +235,8 @@ def _obstacle_in_cache(plan: ModelPlan, state: CacheState) -> str:
         return f"{plan.policy.method.name} turns queries by where keys stand"
     if state.positions.axes_ahead is not None:
         return "behind a prompt that ends in a picture every axis of positions goes on from its own end"
+    if state.shared.places.first_weights is not None:
+        return "tokens have other weights in the first layer"
     if state.shared.places.weights is not None and plan.family.text.config._attn_implementation != "mmaccel_text_sdpa":
         return "tokens have weights, which captured steps have only with sdpa attention"
     return "" if plan.reading is None else unpinnable(plan.reading.method, state.layers)
