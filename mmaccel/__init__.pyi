@@ -23,6 +23,7 @@ from .media.prepare import prepare
 from .method.base import Method
 from .method.registry import get_method, methods, register
 from .programs.cache_file import load_cache, save_cache
+from .programs.long_video import read_video
 from .programs.streaming import VideoSession
 from .programs.tune.tuning import tune
 from .programs.video_qa.qa import answer_videos
@@ -218,6 +219,7 @@ __all__ = [
     "load_cache",
     "methods",
     "prepare",
+    "read_video",
     "recipes",
     "register",
     "save_cache",

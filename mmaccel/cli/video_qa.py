@@ -67,12 +67,16 @@ examples:
   mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen --recipe holitom --retain 0.15
   mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen --frames 32 --frame-method scene-frames
   mmaccel video-qa questions.jsonl -o full.jsonl --model ./my-qwen --recipe none --json full.json
+  mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen --frames 3600 --recipe infinipot-v --set cap=4096
   mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen-7b --lossless --draft ./my-qwen-3b
   mmaccel video-qa questions.jsonl -o answers.jsonl --model /shared/my-qwen --ray auto
 
 lines of questions.jsonl:
   {"video": "clips/dog.mp4", "question": "What does the dog carry?"}
   {"video": "clips/dog.mp4", "question": "Where is it?", "choices": ["in a garden", "on a beach"], "answer": "on a beach"}
+
+With a recipe whose cache policy has a cap (--set cap=KEYS), videos of more than 64 frames are decoded, encoded and read
+group by group, and peak memory does not grow with --frames.
 """
 
 #: changed videos, and clips or answers that could not be read, that are listed at most

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..accelerate import Accelerator, accelerated
 from ..accelerate.positions import position_limit
@@ -34,7 +35,125 @@ from .model_lock import model_lock
 _PER_TOKEN = ("input_ids", "mm_token_type_ids")
 
 
-class VideoSession:
+class _Stream:
+    """The state of a session, and how it reads frames and questions."""
+
+    model: Any
+    processor: Any
+    cap_tokens: int
+    fps: float
+    _family: Family
+    _recipe: Recipe
+    _recall: Stage | None
+    _folder: str | None
+    _recalled: list[int]
+    _cache: Any
+    _waiting: list[np.ndarray]
+    _last: Clip | None
+    _frames: int
+    _prefix: int
+    _tail: int
+    _visual: int
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Restore the session if the block fails."""
+        before = {**vars(self), "_waiting": list(self._waiting)}
+        restore = self._state.snapshot() if self._frames else None
+        try:
+            yield
+        except BaseException:
+            if restore is not None:
+                restore()
+            vars(self).update(before)
+            raise
+
+    @contextmanager
+    def _asked(self, question: str, longest: int) -> Iterator[tuple[Any, dict[str, Tensor]]]:
+        """The accelerated model and the tokens of a question; behind the block the session is as if it was not asked."""
+        with model_lock(self.model), self._whole():
+            if not self._frames and not self._waiting:
+                raise MmaccelError("There is nothing to ask about; push frames first.")
+            if self._waiting:
+                self._read()
+            with self._question(question, longest) as asked:
+                yield asked
+
+    @contextmanager
+    def _question(self, question: str, longest: int) -> Iterator[tuple[Any, dict[str, Tensor]]]:
+        # the tokens after the frames of a prompt with this question
+        words = encode(self.processor, [Prompt(question, clip=self._last)])
+        probe = encode(self.processor, [Prompt("?", clip=self._last)])
+        feed = _tokens(words, slice(probe["input_ids"].shape[1] - self._tail, None), self.model)
+        _check_positions(self.model, self._state, feed["input_ids"].shape[1] + longest)
+        restore = self._state.snapshot()
+        try:
+            if (memory := self._memory) is not None:
+                memory.asking, memory.recalled = longest, {}
+            with self._accelerated() as model:
+                memory = _agreed(model, self._cache, feed, memory)
+                yield model, feed
+        finally:
+            restore()
+        self._recalled = [] if memory is None else memory.shown_again()
+
+    @property
+    def _state(self) -> CacheState:
+        return cast(CacheState, self._cache.mmaccel)
+
+    @property
+    def _memory(self) -> ParkedFrames | None:
+        return self._state.shared.memory(ParkedFrames) if self._frames else None
+
+    def _read(self) -> None:
+        """Read the waiting frames, after the beginning of the prompt if they are the first."""
+        stretch, self._waiting = np.stack(self._waiting), []
+        first = self._frames
+        self._frames += len(stretch)
+        places = list(range(first, self._frames))
+        if len(stretch) == 1:
+            # some processors refuse a clip of one frame
+            stretch, places = np.concatenate([stretch, stretch]), [first, first]
+        # processors take the rate of the frames from how many of all there are
+        clip = Clip(stretch, places, len(stretch), self.fps)
+        shown = encode(self.processor, [Prompt("?", clip=clip)])
+        length = shown["input_ids"].shape[1]
+        if not first:
+            other, plain = encode(self.processor, [Prompt("!", clip=clip)]), encode(self.processor, [Prompt("?")])
+            self._tail = length - _common_prefix(shown, other)
+            self._prefix = _common_prefix(shown, plain)
+            self._cache = DynamicCache()
+            shared = adopt(self._cache, self._family.depth, None, self._family.recurrent).shared
+            shared.stream = True
+            if self._recall is not None:
+                limit = position_limit(self.model)
+                shared.keep(ParkedFrames(self.cap_tokens, limit, self._folder, prefix=self._prefix))
+        self._last = Clip(stretch[:2], places[:2], 2, self.fps)
+        inputs = _tokens(shown, slice(self._prefix if first else 0, length - self._tail), self.model)
+        self._visual += int(self._family.visual(inputs["input_ids"]).sum())
+        pixels = {
+            name: value.to(self.model.device) if isinstance(value, Tensor) else value
+            for name, value in shown.items()
+            if name not in (*_PER_TOKEN, "attention_mask")
+        }
+        if not first:
+            # Qwen2.5-Omni needs a mask for the positions of frames
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        if (memory := self._memory) is not None:
+            memory.pushed = range(first, self._frames)
+        with self._accelerated() as model:
+            model(**inputs, **pixels, **cache_argument(self._cache), use_cache=True)
+        _check_positions(self.model, self._state, 0)
+        self._state.rebase()
+
+    def _accelerated(self) -> AbstractContextManager[Any]:
+        held = Accelerator.on(self.model)
+        how: dict[str, Any] = {} if held is None else {"kernels": held.kernels, "offload": held.plan.offload}
+        recipe = _streaming(self._recipe, self._recall, self.cap_tokens, self._prefix)
+        return accelerated(self.model, recipe, processor=self.processor, **how)
+
+
+class VideoSession(_Stream):
     """A video stream for one model.
 
     Frames are read in chunks; whenever a layer holds more than ``cap_tokens`` keys a head, the policy of the recipe evicts
@@ -112,10 +231,9 @@ class VideoSession:
         self._waiting: list[np.ndarray] = []
         self._size: tuple[int, ...] = ()
         self._last: Clip | None = None
-        self._frames = self._prefix = self._tail = 0
+        self._frames = self._prefix = self._tail = self._visual = 0
         _streaming(self._recipe, self._recall, self.cap_tokens, 1)
 
-    # --- for the user -----------------------------------------------------------------------------------------
     @torch.no_grad()
     def push(self, frames: np.ndarray | Sequence[np.ndarray]) -> None:
         """Add frames ``[T, H, W, 3]`` uint8, which are copied; they are read as soon as there are ``chunk`` of them.
@@ -151,12 +269,28 @@ class VideoSession:
             model has no positions left for question and answer.
         """
         longest = _count(max_new_tokens, 1, "max_new_tokens")
-        with model_lock(self.model), self._whole():
-            if not self._frames and not self._waiting:
-                raise MmaccelError("There is nothing to ask about; push frames first.")
-            if self._waiting:
-                self._read()
-            return self._answer(question, longest, on_token)
+        with self._asked(question, longest) as (model, feed):
+            answer = _greedy(model, self._cache, feed, longest, on_token)
+        text: str = self.processor.tokenizer.decode(answer, skip_special_tokens=True)
+        return text.strip()
+
+    @torch.no_grad()
+    def generate(self, question: str, max_new_tokens: int = 64, **options: Any) -> Tensor:
+        """The new tokens ``[1, n]`` of ``model.generate`` for a question about all frames so far, with ``options`` of
+        ``generate`` such as ``do_sample=True`` or a ``streamer``. Raises as :meth:`ask` does, and for options that need
+        several rows."""
+        longest = _count(max_new_tokens, 1, "max_new_tokens")
+        if several := [name for name in ("num_beams", "num_return_sequences") if options.get(name, 1) != 1]:
+            raise MmaccelError(f"`{several[0]}` must be 1 in a session, got {options[several[0]]!r}; leave it out.")
+        with self._asked(question, longest) as (model, feed):
+            seen = self._state.seen
+            # of tokens that the cache has seen only the number counts
+            whole = {name: functional.pad(x, (seen, 0)) for name, x in feed.items()}
+            mask = torch.ones_like(whole["input_ids"])
+            given = {**whole, "attention_mask": mask, **cache_argument(self._cache), **options}
+            out = model.generate(**given, max_new_tokens=longest)
+        tokens: Tensor = out if isinstance(out, Tensor) else out.sequences
+        return tokens[:, mask.shape[1] :]
 
     @property
     def frames(self) -> int:
@@ -168,6 +302,11 @@ class VideoSession:
         if not self._frames:
             return 0
         return max(len(layer.index) for layer in self._state.layers if not layer.empty)
+
+    @property
+    def visual_tokens(self) -> int:
+        """Visual tokens of the frames that were read, before any is dropped."""
+        return self._visual
 
     def nbytes(self) -> int:
         """Bytes of the cache on the device."""
@@ -187,102 +326,23 @@ class VideoSession:
         """The pushed frames, counted from 0, that any layer brought back for the last question."""
         return list(self._recalled)
 
-    # --- inside -----------------------------------------------------------------------------------------------
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Restore the session if the block fails."""
-        before = {**vars(self), "_waiting": list(self._waiting)}
-        restore = self._state.snapshot() if self._frames else None
-        try:
-            yield
-        except BaseException:
-            if restore is not None:
-                restore()
-            vars(self).update(before)
-            raise
 
-    def _answer(self, question: str, longest: int, on_token: Callable[[int], None] | None) -> str:
-        # the tokens after the frames of a prompt with this question
-        words = encode(self.processor, [Prompt(question, clip=self._last)])
-        probe = encode(self.processor, [Prompt("?", clip=self._last)])
-        feed = _tokens(words, slice(probe["input_ids"].shape[1] - self._tail, None), self.model)
-        ends = self.model.generation_config.eos_token_id
-        stops = set(ends) if isinstance(ends, (list, tuple)) else {ends}
-        _check_positions(self.model, self._state, feed["input_ids"].shape[1] + longest)
-        answer: list[int] = []
-        restore = self._state.snapshot()
-        try:
-            if (memory := self._memory) is not None:
-                memory.asking, memory.recalled = longest, {}
-            with self._accelerated() as model:
-                memory = _agreed(model, self._cache, feed, memory)
-                while len(answer) < longest:
-                    out = model(**feed, **cache_argument(self._cache), use_cache=True)
-                    answer.append(int(out.logits[0, -1].argmax()))
-                    if answer[-1] in stops:
-                        break
-                    if on_token is not None:
-                        on_token(answer[-1])
-                    feed = {"input_ids": torch.tensor([answer[-1:]], device=model.device)}
-        finally:
-            restore()
-        self._recalled = [] if memory is None else memory.shown_again()
-        text: str = self.processor.tokenizer.decode(answer, skip_special_tokens=True)
-        return text.strip()
-
-    @property
-    def _state(self) -> CacheState:
-        return cast(CacheState, self._cache.mmaccel)
-
-    @property
-    def _memory(self) -> ParkedFrames | None:
-        return self._state.shared.memory(ParkedFrames) if self._frames else None
-
-    def _read(self) -> None:
-        """Read the waiting frames, after the beginning of the prompt if they are the first."""
-        stretch, self._waiting = np.stack(self._waiting), []
-        first = self._frames
-        self._frames += len(stretch)
-        places = list(range(first, self._frames))
-        if len(stretch) == 1:
-            # some processors refuse a clip of one frame
-            stretch, places = np.concatenate([stretch, stretch]), [first, first]
-        # processors take the rate of the frames from how many of all there are
-        clip = Clip(stretch, places, len(stretch), self.fps)
-        shown = encode(self.processor, [Prompt("?", clip=clip)])
-        length = shown["input_ids"].shape[1]
-        if not first:
-            other, plain = encode(self.processor, [Prompt("!", clip=clip)]), encode(self.processor, [Prompt("?")])
-            self._tail = length - _common_prefix(shown, other)
-            self._prefix = _common_prefix(shown, plain)
-            self._cache = DynamicCache()
-            shared = adopt(self._cache, self._family.depth, None, self._family.recurrent).shared
-            shared.stream = True
-            if self._recall is not None:
-                limit = position_limit(self.model)
-                shared.keep(ParkedFrames(self.cap_tokens, limit, self._folder, prefix=self._prefix))
-        self._last = Clip(stretch[:2], places[:2], 2, self.fps)
-        inputs = _tokens(shown, slice(self._prefix if first else 0, length - self._tail), self.model)
-        pixels = {
-            name: value.to(self.model.device) if isinstance(value, Tensor) else value
-            for name, value in shown.items()
-            if name not in (*_PER_TOKEN, "attention_mask")
-        }
-        if not first:
-            # Qwen2.5-Omni needs a mask for the positions of frames
-            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        if (memory := self._memory) is not None:
-            memory.pushed = range(first, self._frames)
-        with self._accelerated() as model:
-            model(**inputs, **pixels, **cache_argument(self._cache), use_cache=True)
-        _check_positions(self.model, self._state, 0)
-        self._state.rebase()
-
-    def _accelerated(self) -> AbstractContextManager[Any]:
-        held = Accelerator.on(self.model)
-        how: dict[str, Any] = {} if held is None else {"kernels": held.kernels, "offload": held.plan.offload}
-        recipe = _streaming(self._recipe, self._recall, self.cap_tokens, self._prefix)
-        return accelerated(self.model, recipe, processor=self.processor, **how)
+def _greedy(
+    model: Any, cache: Any, feed: dict[str, Tensor], longest: int, on_token: Callable[[int], None] | None
+) -> list[int]:
+    """The greedy tokens behind a cache and the tokens ``feed``."""
+    ends = model.generation_config.eos_token_id
+    stops = set(ends) if isinstance(ends, (list, tuple)) else {ends}
+    answer: list[int] = []
+    while len(answer) < longest:
+        out = model(**feed, **cache_argument(cache), use_cache=True)
+        answer.append(int(out.logits[0, -1].argmax()))
+        if answer[-1] in stops:
+            break
+        if on_token is not None:
+            on_token(answer[-1])
+        feed = {"input_ids": torch.tensor([answer[-1:]], device=model.device)}
+    return answer
 
 
 def _tokens(encoded: Any, part: slice, model: Any) -> dict[str, Tensor]:

@@ -28,10 +28,13 @@ from ...method.registry import methods
 from ...recipe import Recipe, RecipeLike, Stage, get_recipe
 from ...video.clip import Clip
 from ...video.decode_spec import GIB, DecodeSpec, Select, check_timeout
+from ...video.groups import FrameGroups
 from ...video.prefetch import Prefetcher, start_prefetch
 from ..drafts import DraftArguments, drafts_identity
 from ..evaluate import fingerprint, sentence
 from ..identity import digests, recipe_parts, versions
+from ..long_video import read_groups, streamed_cap
+from ..streaming import VideoSession
 from .generator import AnswerGenerator, Batch, Figures, Shown
 from .questions import VideoQuestion, as_questions, by_video
 
@@ -109,6 +112,14 @@ class QASettings:
         built = self._choice().stages[0].build()
         assert isinstance(built, FrameChoice)
         return built
+
+    @property
+    def cap(self) -> int | None:
+        """Keys a head of long clips that are read group by group: where the policy of the recipe has a ``cap``, ``frames`` are
+        more than a group, and neither a method nor drafts need all of them at once; else None."""
+        if self.frame_method != "uniform" or self.drafts:
+            return None
+        return streamed_cap(self.recipe, self.frames)
 
     @property
     def most(self) -> int:
@@ -191,6 +202,12 @@ class VideoAnswerer:
         if getattr(processor, "video_processor", None) is None:
             raise MmaccelError(f"{settings.model!r} takes no video; give a model that does, such as a Qwen2.5-VL.")
         self.generator = AnswerGenerator(model, processor, settings.recipe, settings.max_new_tokens, settings.drafts)
+        self._session = model, settings.recipe
+        self._options = {"processor": self.generator.prepared, "cap_tokens": settings.cap}
+        if settings.cap is not None:
+            # refuses a model that cannot follow a stream before the long run
+            VideoSession(*self._session, **self._options)
+            self.figures.note(f"clips are read group by group, in a cache of {settings.cap} keys a head (cap)")
         self.size = settings.most
         #: placeholders of media in prompts
         self._placeholders = [getattr(processor, name, None) for name in ("video_token", "image_token")]
@@ -213,6 +230,10 @@ class VideoAnswerer:
         bit.
         """
         done = set(done)
+        if self.settings.cap is not None:
+            for group in by_video(questions):
+                yield from self._streamed(group, done)
+            return
         windows = [
             window
             for window in self.settings.windows(questions)
@@ -246,8 +267,7 @@ class VideoAnswerer:
                 yield from self._failed(wanted, sentence(caught, "The frames could not be chosen"))
                 continue
             for one in misplaced:
-                error = f"The question contains the placeholder {self._placeholder(one)!r} of this model; leave it out."
-                yield from self._failed([one] if one in wanted else [], error)
+                yield from self._failed([one] if one in wanted else [], self._placeholder(one) or "")
         yield from self._answer_all(batch, done)
         clips.release()
 
@@ -268,7 +288,46 @@ class VideoAnswerer:
         batch.clear()
 
     def _placeholder(self, one: VideoQuestion) -> str | None:
-        return next((text for text in self._placeholders if text and text in one.words()), None)
+        """The error of a question that contains a placeholder of the model."""
+        found = (text for text in self._placeholders if text and text in one.words())
+        return next(
+            (f"The question contains the placeholder {text!r} of this model; leave it out." for text in found), None
+        )
+
+    # --- long clips ---------------------------------------------------------------------------------------------
+    def _streamed(self, group: list[VideoQuestion], done: set[str]) -> Iterator[Record]:
+        """The records of the questions about one long video, which is decoded, encoded, reduced and read group by group."""
+        wanted = [one for one in group if one.name not in done]
+        if not wanted or group[0].error:
+            yield from self._failed(wanted, group[0].error or "")
+            return
+        settings, figures = self.settings, self.figures
+        try:
+            with figures.measure("model"):
+                how: dict[str, Any] = {"isolated": True, "timeout": settings.timeout, "memory": settings.memory}
+                groups = FrameGroups(group[0].path, settings.frames, **how)
+                session = read_groups(groups, *self._session, **self._options)
+        except Exception as caught:
+            yield from self._failed(wanted, sentence(caught, "The video could not be read"))
+            return
+        figures.videos += 1
+        figures.backends[groups.backend] += 1
+        figures.prefills += 1
+        for one in wanted:
+            if (error := self._placeholder(one)) is not None:
+                yield from self._failed([one], error)
+                continue
+            try:
+                with figures.measure("model"):
+                    answer = session.ask(one.words(), settings.max_new_tokens)
+            except Exception as caught:
+                yield from self._failed([one], sentence(caught, "The model could not answer"))
+                continue
+            figures.questions += 1
+            figures.visual_tokens += session.visual_tokens
+            figures.visual_tokens_kept += min(session.visual_tokens, session.tokens())
+            figures.kv_bytes += session.nbytes()
+            yield one.record(answer)
 
     # --- batches --------------------------------------------------------------------------------
     def _chosen(self, group: list[VideoQuestion], clip: Clip) -> Batch:

@@ -1,0 +1,83 @@
+"""Long video files in bounded memory: frames are decoded, encoded, reduced and read by the language model group by group."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ..method import Policy
+from ..recipe import Recipe
+from ..video.groups import AT_ONCE, FrameGroups
+from .streaming import VideoSession
+
+#: frames that the model reads at once, without ``frames_at_once``
+_READ = 8
+
+
+def read_video(
+    path: str | os.PathLike[str],
+    model: Any,
+    recipe: str | Path | Recipe | None = None,
+    *,
+    processor: Any,
+    frames: int | None = None,
+    fps: float | None = None,
+    isolated: bool = False,
+    timeout: float = 120.0,
+    memory: int = 4 << 30,
+    **session: Any,
+) -> VideoSession:
+    """Read a video file group by group. Peak memory does not grow with the number of frames: pixels of two groups exist at a
+    time, and a layer holds at most ``cap_tokens`` keys a head.
+
+    Parameters
+    ----------
+    path : a video file or a folder of pictures, see :func:`mmaccel.video.decode`.
+    model, recipe, processor, **session : as for :class:`VideoSession` (``cap_tokens``, ``recall``, ...). ``chunk`` is how many
+        frames are encoded and read at once: by default the recipe's ``frames_at_once``, or 8.
+    frames : how many frames, evenly spaced.
+    fps : frames a second, instead of ``frames``; by default 1.
+    isolated, timeout, memory : see :func:`mmaccel.video.decode`. ``timeout`` holds for each group, ``memory`` for two.
+
+    Returns
+    -------
+    A :class:`VideoSession` that has seen the video: :meth:`~VideoSession.ask` it, or :meth:`~VideoSession.generate` with all
+    options of ``model.generate``. Push more frames where the video goes on.
+
+    Raises
+    ------
+    MmaccelError
+        If the video cannot be read, an option is not allowed, or the model cannot follow a stream.
+
+    Examples
+    --------
+    >>> session = read_video(folder, video_model, processor=video_processor, cap_tokens=256)
+    >>> answer = session.ask("what is there?", max_new_tokens=2)
+    >>> tokens = session.generate("what is there?", max_new_tokens=2, do_sample=True)
+    """
+    rate = 1.0 if frames is None and fps is None else fps
+    groups = FrameGroups(path, frames, fps=rate, memory=memory, isolated=isolated, timeout=timeout)
+    return read_groups(groups, model, recipe, processor=processor, **session)
+
+
+def read_groups(groups: FrameGroups, model: Any, recipe: Any, **session: Any) -> VideoSession:
+    """A session that has seen the frames of a video; see :func:`read_video`."""
+    how = {"chunk": max(2, getattr(recipe, "frames_at_once", None) or _READ), "fps": groups.rate, **session}
+    reading = VideoSession(model, recipe, **how)
+    for clip in groups:
+        reading.push(clip.frames)
+        # the next group is decoded into the room of this one
+        del clip
+    return reading
+
+
+def streamed_cap(recipe: Recipe, frames: int) -> int | None:
+    """The ``cap`` of a recipe's policy if clips of so many frames are read group by group with it: more than a group, and of no
+    method that chooses by the question. None else."""
+    built = [method for _, method in recipe.build()]
+    caps = [
+        one.cap for one in built if isinstance(one, Policy) and one.budget != "none" and not one.recalls and one.cap
+    ]
+    asks = any(getattr(one, "needs_question", False) for one in built)
+    return caps[0] if caps and not asks and frames > (recipe.frames_at_once or AT_ONCE) else None
