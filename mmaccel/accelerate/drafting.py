@@ -23,6 +23,7 @@ from ..recipe.recipe import overrides
 from ..runtime.call.call import Call
 from ..runtime.call.plan import ModelPlan
 from ..runtime.decoding.drafting import Copying, CopyingTrees, Drafting, Source
+from ..runtime.decoding.layer_skip import LayerSkip
 from ..runtime.decoding.length import Costs, best_length
 from ..runtime.decoding.loop import Decoder
 from ..runtime.decoding.model_draft import ModelDraft
@@ -31,8 +32,8 @@ from ..runtime.decoding.shared_draft import SharedDraft
 
 #: the value of ``draft`` that makes the model draft for itself, whatever it costs; also the name of these drafts in figures
 SELF = "self"
-#: the name of the drafts of a smaller model in figures
-MODEL = "model"
+#: the names of the drafts of a smaller model, and of the model without some layers, in figures
+MODEL, LAYERS = "model", "layers"
 #: answers of at most so many tokens end before a model that drafts has paid for its prompt
 SHORT = 16
 #: the model drafts for itself if this pays at an acceptance that is as good as is known, with a cache of no size
@@ -54,7 +55,8 @@ class Drafts:
     Parameters
     ----------
     lossless : whether the model verifies for the bare model's answer; else for that of the model with its recipe.
-    draft : None, ``"self"``, a smaller model of the same family, or its folder or hub id.
+    draft : None, ``"self"``, a smaller model of the same family, or its folder or hub id, or numbers of layers that the model
+        skips while it drafts for itself.
     lookup : whether tokens are copied from prompt and earlier answers, or the name of the drafter that does it.
     """
 
@@ -64,6 +66,15 @@ class Drafts:
             raise MmaccelError(
                 "draft='self' needs lossless=True: without it the model that drafts and the one that verifies are the same; "
                 "give lossless=True, or draft= a smaller model."
+            )
+        #: the layers that the model skips while it drafts for itself
+        self.skipped = tuple(draft) if isinstance(draft, (list, tuple)) else ()
+        if isinstance(draft, (list, tuple)) and not draft:
+            raise MmaccelError(f"`draft` names layers to skip and got {draft!r}; name some, or leave it out.")
+        if self.skipped and not lossless:
+            raise MmaccelError(
+                f"draft={draft!r} skips layers of the model that verifies, which needs lossless=True; give it, or draft= a "
+                "smaller model."
             )
         #: the model that drafts, with the handle that reduces its prompts; None before :meth:`load`
         self.family: Family | None = None
@@ -104,6 +115,9 @@ class Drafts:
         if (copying := self.copying) is not None and self.learned.answers is None:
             key = "drafts", id(family.model), copying, self.lossless
             self.learned = keep(key, lambda: Learned(copying.store()))
+        if self.skipped:
+            _check_skipped(self.skipped, family)
+            return None
         if self.draft is None or self.draft == SELF:
             return None
         self.family = load_draft("draft=", self.draft, family)
@@ -159,7 +173,10 @@ class Drafts:
                 sources.append(chains)
                 if self.copying.nodes and reader.dense:
                     sources.append(CopyingTrees(chains, self.copying))
-            if most is not None and most <= SHORT:
+            if self.skipped:
+                skipped = [family.text.layers[layer] for layer in self.skipped]
+                sources.append(LayerSkip(LAYERS, reader, skipped))
+            elif most is not None and most <= SHORT:
                 if self._model_drafts:
                     decoder.drafting.notes.append(f"no model drafts: the answer has at most {most} tokens")
             elif self.family is not None:
@@ -204,6 +221,16 @@ class Drafts:
         if self.learned.answers is not None:
             for answer in answers:
                 self.learned.answers.remember(answer)
+
+
+def _check_skipped(layers: Sequence[Any], family: Family) -> None:
+    """Raise MmaccelError for layers that cannot be skipped: the first one of a kind tells how many tokens the others hold."""
+    kinds = list(getattr(family.text.config, "layer_types", None) or ["full_attention"] * family.depth)
+    allowed = [layer for layer in range(family.depth) if kinds.index(kinds[layer]) != layer]
+    if wrong := [layer for layer in layers if layer not in allowed]:
+        raise MmaccelError(
+            f"`draft` names layers to skip: this {family.name} model can skip {allowed}, got {wrong}; name some of these."
+        )
 
 
 def draft_of_call(

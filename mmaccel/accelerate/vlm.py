@@ -503,8 +503,8 @@ def accelerate_vlm(
         verifies every token. Without a ``draft`` and ``lookup`` the model drafts for itself, where this can pay.
     draft : a smaller model of the same family, loaded, or its folder or hub id, that drafts tokens which the model verifies; it
         gets the recipe, too. Without ``lossless`` the model verifies for the answer that it gives with the recipe. ``"self"``
-        makes the model draft for itself. Of a recipe whose method has an option of this name it is that option, unless
-        ``lossless``.
+        makes the model draft for itself, and with ``lossless`` a list of layer numbers makes it skip these while it does.
+        Of a recipe whose method has an option of this name it is that option, unless ``lossless``.
     lookup : draft by copying what followed the newest tokens in the prompt or in earlier answers; a name from
         :data:`mmaccel.decoding.DRAFTERS` says how, True is ``"suffixdecoding"``.
     fallback : read a prompt again with more tokens, at last with all, where the model is unsure of its answer: a

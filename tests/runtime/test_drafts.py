@@ -268,6 +268,36 @@ def test_a_model_drafts_over_a_reduced_prompt(family: str, recipe: str) -> None:
     assert not mmaccel.is_accelerated(other)
 
 
+@pytest.mark.parametrize("kind", ["image", "uneven"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3", "qwen3_5"])  # by choice: each kind of cache
+def test_a_model_drafts_without_some_layers(family: str, kind: str, liar: type[Liar]) -> None:
+    """The one cache is as it was behind every draft, whatever layers have stored."""
+    tiny, feed = zoo.model(family), zoo.inputs(family, kind)
+    bare = generate(tiny, feed, max_new_tokens=60, return_dict_in_generate=True)
+    (last,) = list(oracle.adapter(family).text.layers)[-1:]
+    before = "forward" in vars(last)
+    with accelerated(tiny, "none", lossless=True, draft=[tiny.config.get_text_config().num_hidden_layers - 1]):
+        out = generate(tiny, feed, max_new_tokens=60, return_dict_in_generate=True)
+        stats = tiny.mmaccel.stats()
+    assert torch.equal(out.sequences, bare.sequences)
+    assert out.past_key_values.get_seq_length() == bare.past_key_values.get_seq_length()
+    assert stats.drafting["sources"]["layers"]["drafted"] > 20 and not any("are off" in note for note in stats.notes)
+    assert {"layers", ""} >= set(stats.drafting["drafted_by"][0])
+    assert before == ("forward" in vars(last))
+
+
+def test_layers_that_cannot_be_skipped_are_named() -> None:
+    tiny = zoo.model("llava")
+    for wrong in ([0], [1, 99], ["1"]):
+        with pytest.raises(MmaccelError, match=r"can skip \[1.*got \[.*; name some of these"):
+            accelerate_vlm(tiny, "none", lossless=True, draft=wrong)
+    with pytest.raises(MmaccelError, match="needs lossless=True"):
+        accelerate_vlm(tiny, "none", draft=[1])
+    with pytest.raises(MmaccelError, match=r"got \[\]; name some"):
+        accelerate_vlm(tiny, "none", lossless=True, draft=[])
+    assert not mmaccel.is_accelerated(tiny)
+
+
 READING = (Quest(page=4, least=1, layer=0), Loki(layer=0), TokenSelect(alike=2.0))
 
 

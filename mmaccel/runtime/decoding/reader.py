@@ -176,6 +176,18 @@ class Reader:
             for layer in self.cache.layers:
                 if not isinstance(layer, LinearAttentionLayer):
                     layer.crop(0)
+        self._cut(dropped)
+
+    def drop(self, restore: Callable[[], None]) -> None:
+        """Forget all that was read since tokens were kept last, which ``restore`` takes out of the cache."""
+        restore()
+        if self.unkept:
+            self.ids = self.ids[:, : -self.unkept]
+        self._cut(self.unkept)
+        self.unkept = 0
+
+    def _cut(self, dropped: int) -> None:
+        """Cut the last ``dropped`` tokens off the arguments."""
         for name in ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"):
             value = self.arguments.get(name)
             if dropped and isinstance(value, Tensor):
