@@ -986,3 +986,33 @@ def test_a_batch_of_pictures_whose_processor_takes_lists_for_pages():
     assert len(inputs["pixel_values"]) == 2
     assert (inputs["input_ids"] == processor.image_token_id).sum(1).tolist() == [256, 256]
     assert torch.equal(encode(processor, asked[:1])["pixel_values"][0], inputs["pixel_values"][0])
+
+
+# ------------------------------------------------------------------------------------------------------------- fallback
+def test_answers_with_a_fallback_and_what_they_cost():
+    """Tokens are those of all readings, of every row as many as it took."""
+    model, processor = zoo.model("llava"), zoo.processor("llava")
+    rows = [Row("divprune", 0.25), *(Row("divprune", 0.25, {"fallback": one}) for one in (1.0, 1e-9)), Row("none")]
+    few, again, sure, full = asked(model, processor, questions(), rows, batch_size=3).values()
+    assert rows[1].title == "divprune 0.25, fallback 1"
+    assert [one.answer for one in again] == [one.full for one in again] and all(one.same for one in again)
+    assert [one.answer for one in sure] == [one.answer for one in few]
+    assert [one.kl for one in again] == [one.kl for one in sure] == [one.kl for one in few]
+    figures = [row.figures() for row in rows]
+    assert [one["read_again"] for one in figures] == [0, 1, 0, 0]
+    for name in ("visual_tokens_kept", "visual_tokens_per_layer"):
+        assert figures[1][name] == pytest.approx(figures[0][name] + figures[3][name])
+        assert figures[2][name] == pytest.approx(figures[0][name])
+
+
+def test_the_command_takes_a_fallback(tmp_path, capsys):
+    argv = ["eval", "--recipe", "divprune", "--retain", "0.1", "--suite", "colour", "--limit", "2", "--json"]
+    assert main([*argv, str(tmp_path / "one.json"), "--fallback", "1.0"]) == 0
+    assert "read again" in capsys.readouterr().out
+    report = json.loads((tmp_path / "one.json").read_text())
+    assert report["rows"][1]["title"] == "divprune 0.1, fallback 1" and report["rows"][1]["figures"]["loyalty"] == 1
+    # another threshold is another row, and one that cannot be had is refused before a model is loaded
+    assert main([*argv, str(tmp_path / "one.json"), "--fallback", "0.5"]) == 0
+    assert len(json.loads((tmp_path / "one.json").read_text())["rows"]) == 3
+    assert main([*argv, str(tmp_path / "two.json"), "--fallback", "auto"]) == 2
+    assert "mmaccel tune --fallback" in capsys.readouterr().err

@@ -200,29 +200,42 @@ class _Held:
 _shared: ContextVar[Remembered | None] = ContextVar("mmaccel_readings", default=None)
 
 
-def share_towers(fallback: Fallback | None, family: Family, wrap: Callable[[Any, str, Any], None]) -> None:
+def share_towers(family: Family, wrap: Callable[[Any, str, Any], None]) -> None:
     """Let the readings of a call share features; families with one function for pictures and clips encode them each time."""
     names = {modality: f"get_{modality}_features" for modality in family.modalities}
-    if fallback is not None and all(hasattr(family.inner, name) for name in names.values()):
+    if all(hasattr(family.inner, name) for name in names.values()):
         for modality, name in names.items():
             wrap(family.inner, name, partial(_encode_once, modality))
 
 
+def fallback_of_call(
+    own: Fallback | None, recipe: Recipe, asked: Any, check: Callable[[bool], None]
+) -> tuple[Fallback | None, Any]:
+    """The fallback of one call, and what is left of its ``mmaccel=asked``, whose ``fallback`` replaces that of the model,
+    ``own``; ``check`` raises where a model with drafts is to fall back. Raises MmaccelError if its value is not allowed."""
+    if asked is False or not isinstance(asked, Mapping) or "fallback" not in asked:
+        return own, asked
+    rest = {name: value for name, value in asked.items() if name != "fallback"}
+    fallback = Fallback.of(asked["fallback"], recipe)
+    check(fallback is not None)
+    return fallback, rest or None
+
+
 def with_fallback(
-    fallback: Fallback | None,
+    own: Fallback | None,
     handle: Handle,
     family: Family,
     last: Callable[[], Call[Any] | None],
+    check: Callable[[bool], None],
     once: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Wrap ``generate`` of an accelerated model, ``once``; ``last`` gives the last call. A prompt without pictures is read
-    once, since nothing of it is dropped."""
-    if fallback is None:
-        return once
+    """Wrap ``generate`` of an accelerated model, ``once``; ``last`` gives the last call, for ``check`` see
+    :func:`fallback_of_call`. A prompt without pictures is read once, since nothing of it is dropped."""
 
     @wraps(once)
     def generate(*args: Any, mmaccel: Any = None, **kwargs: Any) -> Any:
-        if mmaccel is False or not handle.attached:
+        fallback, mmaccel = fallback_of_call(own, handle.recipe, mmaccel, check)
+        if fallback is None or mmaccel is False or not handle.attached:
             return once(*args, mmaccel=mmaccel, **kwargs)
         given = {**inspect.signature(once).bind_partial(*args).arguments, **kwargs}
         configs = SimpleNamespace(**kwargs), given.get("generation_config"), handle._model.generation_config
@@ -355,7 +368,12 @@ class Readings:
         assert call is not None
         kept = call.stats.layer_tokens[-1:] or [call.stats.visual_tokens]
         self.read.append(
-            {"recipe": call.stats.recipe, "retain": call.plan.recipe.retain, "visual_tokens_kept": kept[0]}
+            {
+                "recipe": call.stats.recipe,
+                "retain": call.plan.recipe.retain,
+                "visual_tokens_kept": kept[0],
+                "visual_tokens_per_layer": call.stats.visual_tokens_per_layer,
+            }
         )
         answers = (output if isinstance(output, Tensor) else output.sequences)[:, self.length :]
         lengths = self._lengths(answers)

@@ -128,6 +128,10 @@ class Accelerator(Handle):
         """The reductions stage by stage, in the order in which the stages worked."""
         return [] if self._result is None else list(self._result.history)
 
+    def check_fallback(self, wanted: bool) -> None:
+        """Raise UnsupportedError if a fallback is ``wanted`` and the model has drafts."""
+        self.drafts.check(self.recipe, self.processor, wanted)
+
     def remove(self) -> None:
         """Restore the model. Drafts and text towers that were loaded for it are freed, unless another model uses them."""
         super().remove()
@@ -167,11 +171,12 @@ class Accelerator(Handle):
             self._hook(module.register_forward_pre_hook(self._open, with_kwargs=True, prepend=True))
             self._hook(module.register_forward_hook(self._close, with_kwargs=True, always_call=True))
         self._wrap(model, "generate", self._generate)
-        self._wrap(model, "generate", functools.partial(with_fallback, self.fallback, self, family, lambda: self._last))
+        reads = functools.partial(with_fallback, self.fallback, self, family, lambda: self._last, self.check_fallback)
+        self._wrap(model, "generate", reads)
         self._wrap(model, "set_attn_implementation", self._set_attention)
         if self.drafts:
             self._wrap(model, "_get_stopping_criteria", functools.partial(_with_tokenizer, plan))
-        share_towers(self.fallback, family, self._wrap)
+        share_towers(family, self._wrap)
         for tower in family.towers():
             self._wrap(tower, "forward", functools.partial(encode_in_groups, plan, tower))
         for modality in family.modalities:
@@ -516,7 +521,7 @@ def accelerate_vlm(
     -------
     The same model. ``model.mmaccel`` is its :class:`Accelerator`: ``stats()``, ``recipe``, ``remove()``. Its ``generate`` and
     its forward take ``mmaccel=``: a mapping such as ``{"retain": 0.1}`` (retain, positions, variant, text_retain, proportional,
-    chunk, frames_at_once) holds for this one call, and ``False`` runs the bare model once.
+    chunk, frames_at_once; of ``generate`` also fallback) holds for this one call, and ``False`` runs the bare model once.
 
     Raises
     ------

@@ -56,18 +56,10 @@ def run(
     max_new_tokens: Longest = 64,
     frames: Frames = 16,
     fps: Annotated[float, typer.Option(metavar="N", help="Frames a second in a folder of frames.")] = 1.0,
-    fallback: Annotated[
-        str | None,
-        typer.Option(
-            metavar="THRESHOLD",
-            help="Read again, with all tokens, where a token of the answer is less likely, such as 0.9; auto: as mmaccel tune "
-            "--fallback has written into the recipe.",
-        ),
-    ] = None,
     output: Json = None,
 ) -> int:
     """Load, ask twice, print."""
-    settings = drafts.arguments() | ({} if fallback is None else {"fallback": _threshold(fallback)})
+    settings = drafts.arguments()
     shown, question = media_and_question(media or [], question)
     if not fps > 0:
         raise MmaccelError(f"--fps must be greater than 0, got {fps:g}.")
@@ -105,14 +97,6 @@ def run(
     }
     tell(report, output, lambda: render(report))
     return 0
-
-
-def _threshold(text: str) -> float | bool:
-    """The value of ``--fallback``. Raises MmaccelError if it is neither a number nor ``auto``."""
-    try:
-        return text == "auto" or float(text)
-    except ValueError:
-        raise MmaccelError(f"--fallback takes a threshold such as 0.9, or auto, got {text[:40]!r}.") from None
 
 
 def media_and_question(media: list[str], question: str) -> tuple[list[str], str]:

@@ -15,7 +15,8 @@ With --json FILE, the command resumes an earlier run with the same settings, and
 code, files or drafts changed is run again, and all are if questions or pictures changed.
 
 With --lossless, --draft or --lookup the recipes answer with drafts. Shown are, too, the drafted tokens that were accepted, the
-tokens of a row that a forward commits, and the forwards that were saved.
+tokens of a row that a forward commits, and the forwards that were saved. With --fallback visual tokens are those of all
+readings of an answer, and the share of answers that were read again is shown.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from __future__ import annotations
 import typer
 
 from .shared import measure
-from .shared.options import Budgets, DraftOptions, Json, ModelOptions, Recipes, Settings, settings
+from .shared.options import AnswerOptions, Budgets, Json, ModelOptions, Recipes, Settings, settings
 from .shared.text import json_file, show
 
 PLACE = 3
@@ -34,6 +35,7 @@ examples:
   mmaccel eval --recipe fastv --suite reading count --limit 100 --json fastv.json
   mmaccel eval --model ./my-qwen --recipe uniform --retain 0.25 --data questions.jsonl --batch-size 4
   mmaccel eval --recipe divprune --retain 0.1 --lossless --lookup
+  mmaccel eval --recipe divprune --retain 0.1 --fallback 0.9
 
 a line of questions.jsonl:
   {"image": "photos/cat.jpg", "question": "What animal is this?", "answer": "cat"}
@@ -44,7 +46,7 @@ def run(
     context: typer.Context,
     which: ModelOptions,
     asked: measure.Asked,
-    drafts: DraftOptions,
+    drafts: AnswerOptions,
     recipe: Recipes = None,
     retain: Budgets = None,
     set: Settings = None,

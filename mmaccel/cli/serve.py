@@ -1,10 +1,11 @@
 """Serve a model with any recipe through OpenAI's chat completions API, with pictures and clips.
 
 Point a client at the printed address with /v1 appended. Every recipe can be served, those of the KV cache too. A request can
-set its own budget with the field "mmaccel": {"retain": 0.1}, or run bare with "mmaccel": false. Pictures and clips come as
-data: addresses; files and other hosts only where --allow-files and --allow-urls allow them. Requests are answered one by one
-(see --several) while others wait; when the queue is full, clients are told when to try again. /metrics is for Prometheus.
-Ctrl-C ends the server after the current answers.
+set its own budget with the field "mmaccel": {"retain": 0.1}, or run bare with "mmaccel": false. With --fallback, or the field
+"mmaccel": {"fallback": 0.9}, an unsure answer is read again with all tokens; nothing is sent before an answer is accepted.
+Pictures and clips come as data: addresses; files and other hosts only where --allow-files and --allow-urls allow them. Requests
+are answered one by one (see --several) while others wait; when the queue is full, clients are told when to try again. /metrics
+is for Prometheus. Ctrl-C ends the server after the current answers.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ EXAMPLES = """\
 examples:
   mmaccel serve
   mmaccel serve --model Qwen/Qwen2.5-VL-7B-Instruct --recipe snapkv --retain 0.25
+  mmaccel serve --model ./my-llava --recipe divprune --retain 0.1 --fallback 0.9
   mmaccel serve --model ./my-llava --recipe kivi --port 8080 --several 2 --allow-files ./pictures
   mmaccel serve --model ./my-llava --host 0.0.0.0 --api-key SECRET --allow-urls images.example.com
 """

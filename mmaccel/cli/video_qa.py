@@ -23,7 +23,8 @@ then 3; the next run asks these questions again, and no others. Listed, too, are
 leave the exit status at 0.
 
 Videos are decoded in separate processes while the model works. Several questions of one video are answered from one prefill of
-it if the recipe does not look at the question, and without drafts.
+it if the recipe does not look at the question, and without drafts and --fallback. With --fallback the tokens of all readings of
+an answer count as kept.
 
 With --ray the questions are answered on a cluster, one model a GPU. Every machine of it must see the videos, the model and the
 files of --import under the same paths and have the same mmaccel; the answers and the file are the same as without.
@@ -50,7 +51,7 @@ from ..programs.bench import provenance
 from . import ask
 from .shared import needs
 from .shared.measure import PARTIAL, percent
-from .shared.options import DraftOptions, Frames, Json, Longest, ModelOptions, RecipeOptions
+from .shared.options import AnswerOptions, Frames, Json, Longest, ModelOptions, RecipeOptions
 from .shared.text import json_file, nbytes, seconds, show, table, working, write_json
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ examples:
   mmaccel video-qa questions.jsonl -o full.jsonl --model ./my-qwen --recipe none --json full.json
   mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen --frames 3600 --recipe infinipot-v --set cap=4096
   mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen-7b --lossless --draft ./my-qwen-3b
+  mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen --retain 0.1 --fallback 0.9
   mmaccel video-qa questions.jsonl -o answers.jsonl --model /shared/my-qwen --ray auto
 
 lines of questions.jsonl:
@@ -134,7 +136,7 @@ def run(
     ],
     which: ModelOptions,
     how: RecipeOptions,
-    drafts: DraftOptions,
+    drafts: AnswerOptions,
     bulk: Bulk,
     question: Annotated[
         str | None, typer.Option("--ask", metavar="QUESTION", help="What is asked about every clip of a folder.")
@@ -266,7 +268,7 @@ def _check_summary(path: Path, *others: Path) -> None:
         trial.unlink()
 
 
-def _settings(which: ModelOptions, how: RecipeOptions, drafts: DraftOptions, bulk: Bulk) -> QASettings:
+def _settings(which: ModelOptions, how: RecipeOptions, drafts: AnswerOptions, bulk: Bulk) -> QASettings:
     from ..method.registry import methods
     from ..programs.video_qa.qa import QASettings
     from ..recipe import get_recipe
@@ -359,6 +361,7 @@ def _summary(records: list[dict[str, Any]], figures: Figures, wall: float, worke
         "kv_bytes": over(figures.kv_bytes, answered),
         "decoders": dict(figures.backends),
         "drafting": dict(figures.drafting),
+        "read_again": over(figures.read_again, answered),
         "notes": figures.notes,
     }
 
@@ -378,6 +381,7 @@ def _render(report: dict[str, Any], path: Path) -> str:
             ["visual tokens", f"{report['visual_tokens_kept']:.0f} of {report['visual_tokens']:.0f} kept a question"],
             ["KV cache", f"{nbytes(report['kv_bytes'])} a question"],
             *([["drafts", drafting_line(report["drafting"])]] if report["drafting"] else []),
+            *([["read again", f"{percent(report['read_again'])} of the answers"]] if report["read_again"] else []),
             ["wall time", f"{seconds(wall)}, {report['questions_per_second']:.2f} questions a second{on}"],
             ["model at work", percent(report["model_share"])],
             ["waiting for frames", percent(report["waiting_share"])],

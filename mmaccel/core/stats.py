@@ -101,13 +101,18 @@ class Stats:
     offload: dict[str, int] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
 
+    @property
+    def visual_tokens_per_layer(self) -> float:
+        """The mean over layers of the visual tokens that reach them."""
+        return sum(self.layer_tokens) / len(self.layer_tokens) if self.layer_tokens else float(self.visual_tokens)
+
     def as_dict(self) -> CallStats:
         """The figures for the user."""
         layers = self.layer_tokens
         figures = {
             **vars(self),
             "visual_tokens_kept": layers[-1] if layers else self.visual_tokens,
-            "visual_tokens_per_layer": sum(layers) / len(layers) if layers else float(self.visual_tokens),
+            "visual_tokens_per_layer": self.visual_tokens_per_layer,
             "stages": [vars(stage).copy() for _, stage in sorted(self.stages.items())],
             "notes": list(dict.fromkeys(self.notes)),
             "seconds": self.clock.seconds(),

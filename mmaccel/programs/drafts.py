@@ -1,21 +1,35 @@
-"""Drafts in programs: arguments ``lossless``, ``draft`` and ``lookup`` of ``accelerate_vlm``, by name in a mapping."""
+"""Drafts in programs: arguments ``lossless``, ``draft``, ``lookup`` and ``fallback`` of ``accelerate_vlm``, by name in a
+mapping."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from ..accelerate import Fallback
 from ..accelerate.drafting import SELF
 from ..core.figures import DRAFT_SUMS
+from ..recipe import Recipe
 from .identity import digest, digests
 
 #: arguments by name; empty without drafts
 DraftArguments = Mapping[str, Any]
 
 
+def for_recipe(drafts: DraftArguments, recipe: Recipe) -> DraftArguments:
+    """The arguments with the fields of the fallback, which ``True`` takes from the ``recipe``. Raises MmaccelError if it has
+    none, or a value is not allowed."""
+    net = Fallback.of(drafts.get("fallback"), recipe)
+    rest = {name: value for name, value in drafts.items() if name != "fallback"}
+    return rest if net is None else {**rest, "fallback": dataclasses.asdict(net)}
+
+
 def drafts_title(drafts: DraftArguments) -> str:
-    """For tables: ``lossless, lookup, draft MODEL``; empty without drafts."""
+    """For tables: ``lossless, lookup, draft MODEL, fallback 0.9``; empty without drafts."""
     words = [name for name in ("lossless", "lookup") if drafts.get(name)]
+    if (net := drafts.get("fallback")) is not None:
+        words.append(f"fallback {net['threshold']:g}")
     if drafts.get("draft") is not None:
         words.append(f"draft {drafts['draft']}")
     return ", ".join(words)
@@ -28,6 +42,21 @@ def drafts_identity(drafts: DraftArguments) -> dict[str, str]:
         return {}
     name = drafts.get("draft")
     return {"drafts": digest((dict(drafts), {} if name in (None, SELF) else digests(str(name))))}
+
+
+def readings(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Sums over the rows of a call with a fallback, over all readings that each took: visual tokens ``visual_tokens_kept`` and
+    ``visual_tokens_per_layer``; and ``read_again``, the rows that took more than one. Empty without a fallback."""
+    if not (fallback := stats["fallback"]):
+        return {}
+    taken, rows = fallback["reading"], len(fallback["reading"])
+    sums = {
+        name: sum(
+            one[name] * sum(last >= number for last in taken) / rows for number, one in enumerate(fallback["readings"])
+        )
+        for name in ("visual_tokens_kept", "visual_tokens_per_layer")
+    }
+    return sums | {"read_again": sum(last > 0 for last in taken)}
 
 
 def drafting_sums(stats: Mapping[str, Any], by: int = 1) -> dict[str, float]:

@@ -40,7 +40,7 @@ from ..media.prepare import prepare
 from ..method.model_options import KeepLoaded
 from ..recipe import Recipe, get_recipe
 from ..suite import Item, Sample, is_right, make_suite
-from .drafts import DraftArguments, drafting_sums, drafts_title
+from .drafts import DraftArguments, drafting_sums, drafts_title, for_recipe, readings
 from .tune.confidence import interval
 
 
@@ -135,8 +135,9 @@ class Answer:
 
     ``right`` is None without an expected answer; ``same`` compares the text with the unaccelerated answer ``full``; ``kl``
     is KL(unaccelerated || accelerated) in nats, the mean over the tokens of ``full``, its end included. Tokens and bytes
-    are means over the questions of a batch, as are the sums in ``drafting``, which is empty without drafts; ``notes`` are those
-    of ``model.mmaccel.stats()`` for that batch.
+    are means over the questions of a batch, with a fallback over all readings of each, as are the sums in ``drafting``, which
+    is empty without drafts, and ``read_again``, the share of a batch that a fallback read again; ``notes`` are those of
+    ``model.mmaccel.stats()`` for that batch.
     """
 
     name: str
@@ -155,11 +156,12 @@ class Answer:
     kv_bytes_full: float
     notes: tuple[str, ...] = ()
     drafting: dict[str, float] = dataclasses.field(default_factory=dict)
+    read_again: float = 0.0
 
 
 _SUMMED = (
     *("questions", "judged", "right", "same", "kl", "visual_tokens", "visual_tokens_kept", "visual_tokens_per_layer"),
-    *("kv_bytes", "visual_tokens_full", "kv_bytes_full"),
+    *("kv_bytes", "visual_tokens_full", "kv_bytes_full", "read_again"),
     *DRAFT_SUMS,
 )
 
@@ -197,6 +199,7 @@ class Sums(dict[str, float]):
             "visual_share_per_layer": over("visual_tokens_per_layer", "visual_tokens_full"),
             "kv_bytes": over("kv_bytes"),
             "kv_share": over("kv_bytes", "kv_bytes_full"),
+            "read_again": over("read_again"),
             "drafting": {name: round(self[name]) for name in DRAFT_SUMS} if self["tokens"] else {},
         }
 
@@ -207,7 +210,7 @@ class Row:
     ``batches`` counts the batches that are done, so that an interrupted run can resume from :meth:`as_dict`. ``failed`` lists
     questions that this recipe could not answer, ``{"question": label, "error": reason}``; they are in no figure. ``name`` is
     the recipe's, unless another row has the same. ``identity`` is the result of :func:`.identity.recipe_parts`. ``drafts`` are
-    the arguments ``lossless``, ``draft`` and ``lookup`` of :func:`mmaccel.accelerate_vlm`.
+    the arguments ``lossless``, ``draft``, ``lookup`` and ``fallback`` of :func:`mmaccel.accelerate_vlm`.
     """
 
     def __init__(
@@ -220,7 +223,7 @@ class Row:
         if retain is not None:
             self.recipe = self.recipe.override(retain=retain)
         self.recipe.build()
-        self.drafts = drafts or {}
+        self.drafts = for_recipe(drafts or {}, self.recipe)
         self.name, self.batches = self.recipe.name, 0
         self.tasks: dict[str, Sums] = {}
         self.notes: list[str] = []
@@ -404,9 +407,9 @@ class _Runner:
         self.lengths = answer_lengths(self.full.tokens, model.generation_config.eos_token_id)
 
     def drafted(self, drafts: DraftArguments, recipe: Recipe, processor: Any) -> list[Answer]:
-        """Answers with drafts. Lossless ones are compared with the full ones as they are; else the model of the recipe is made
-        to write the full answers without drafts."""
-        if not drafts.get("lossless") and recipe != self.none:
+        """Answers with drafts or a fallback. Lossless ones are compared with the full ones as they are; else the model of the
+        recipe is made to write the full answers without them."""
+        if "fallback" in drafts or (not drafts.get("lossless") and recipe != self.none):
             forced, kl, _ = self._forced(recipe, processor)
             free = self._generate(recipe, processor, self._inputs(processor), self.longest, drafts=drafts)
             return self._judged(free.texts, kl, forced.stats, free.stats)
@@ -453,6 +456,7 @@ class _Runner:
             name: stats[name] / len(self.batch)
             for name in ("visual_tokens", "visual_tokens_kept", "visual_tokens_per_layer", "kv_bytes")
         }
+        figures |= {name: total / len(self.batch) for name, total in readings(free).items()}
         figures |= {f"{name}_full": self.full.stats[name] / len(self.batch) for name in ("visual_tokens", "kv_bytes")}
         return [
             Answer(
@@ -489,13 +493,14 @@ class _Runner:
                 do_sample=False,
                 num_beams=1,
                 return_dict_in_generate=True,
-                output_logits=True,
+                # rows of several readings have none in common
+                output_logits="fallback" not in drafts,
                 logits_processor=LogitsProcessorList([follow] if follow else []),
             )
             stats = self.model.mmaccel.stats()
         tokens = out.sequences[:, inputs["input_ids"].shape[1] :]
         texts = self.processor.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        return _Written(tokens, out.logits, [text.strip() for text in texts], stats)
+        return _Written(tokens, out.get("logits") or (), [text.strip() for text in texts], stats)
 
 
 Fail = Callable[[Question, Exception], None]

@@ -16,7 +16,7 @@ from films import film
 from tail import few, in_turn
 
 import mmaccel
-from mmaccel import MmaccelError, Recipe, Stage, get_recipe
+from mmaccel import Fallback, MmaccelError, Recipe, Stage, get_recipe
 from mmaccel.programs.video_qa.generator import AnswerGenerator, Figures, needs_own_prefill
 from mmaccel.programs.video_qa.qa import QASettings, VideoAnswerer, answer_videos
 from mmaccel.programs.video_qa.questions import VideoQuestion
@@ -309,3 +309,20 @@ def test_videos_are_decoded_ahead(films: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(one.generator, "generate", waits)
     assert len(list(one.run(ask(films, asked=ASKED[:1])))) == len(GOOD)
+
+
+def test_unsure_answers_are_read_again(films: Path) -> None:
+    """All of them: the answers of the bare model, at the cost of both readings."""
+    asked = ask(films, ("a.mp4", "short.mp4"), ASKED[:2])
+    full, few = answerer("llava_onevision", "none"), answerer("llava_onevision", get_recipe("divprune"))
+    again = answerer("llava_onevision", get_recipe("divprune"), drafts={"fallback": 1.0})
+    expected, _ = answers(full, asked), answers(few, asked)
+    assert answers(again, asked) == expected
+    assert again.figures.read_again == len(asked) == again.figures.prefills
+    sums = [one.figures.visual_tokens_kept for one in (few, full, again)]
+    assert sums[2] == pytest.approx(sums[0] + sums[1])
+    with pytest.raises(MmaccelError, match="mmaccel tune --fallback"):
+        answerer("llava_onevision", "divprune", drafts={"fallback": True})
+    settings = [QASettings("tiny", get_recipe("divprune"), drafts=one).identity() for one in ({}, {"fallback": 0.5})]
+    assert settings[0] != settings[1]
+    assert settings[1] == QASettings("tiny", get_recipe("divprune"), drafts={"fallback": Fallback(0.5)}).identity()

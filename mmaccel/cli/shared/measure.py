@@ -66,7 +66,7 @@ def rows(
     drafts: Mapping[str, Any] | None = None,
 ) -> list[Row]:
     """Recipe ``none`` first, as the baseline, then every recipe with its ``changes`` (:func:`.options.named`) at every
-    budget and with ``drafts`` (:meth:`.options.DraftOptions.arguments`), each once."""
+    budget and with ``drafts`` (:meth:`.options.AnswerOptions.arguments`), each once."""
     from ...programs.evaluate import Row
 
     rows = [Row("none")]
@@ -293,6 +293,8 @@ def render(report: dict[str, Any], by_task: bool = True) -> str:
     head = ["recipe", "accuracy", "same answer", "KL", "visual tokens", "per layer", "KV cache", "of full"]
     drafted = any(row["figures"]["drafting"] for row in report["rows"])
     head += ["drafts accepted", "tokens a verification", "forwards saved"] if drafted else []
+    again = any(row["figures"]["read_again"] for row in report["rows"])
+    head += ["read again"] if again else []
     rows = [head]
     for row in report["rows"]:
         f, costs = row["figures"], ["-"] * 5
@@ -301,6 +303,8 @@ def render(report: dict[str, Any], by_task: bool = True) -> str:
             costs += [nbytes(f["kv_bytes"]), percent(f["kv_share"])]
         if drafted:
             costs += drafting_cells(f["drafting"])
+        if again:
+            costs.append(percent(f["read_again"]))
         rows.append([row["title"], between(f, "accuracy"), between(f, "loyalty"), *costs])
     lines = [
         f"{settings['model']} on {settings['device']}, {settings['dtype']}; "

@@ -164,8 +164,35 @@ class DraftOptions:
 
 
 @dataclass(frozen=True)
-class DecodeOptions(DraftOptions):
-    """Drafts that the model verifies, and the memory that holds its keys and values."""
+class AnswerOptions(DraftOptions):
+    """Drafts, and further readings of a prompt."""
+
+    fallback: Annotated[
+        str | None,
+        typer.Option(
+            metavar="THRESHOLD",
+            help="Read again, with all tokens, where a token of the answer is less likely, such as 0.9; auto: as mmaccel tune "
+            "--fallback has written into the recipe.",
+        ),
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of ``accelerate_vlm``; those that were given. Raises MmaccelError if ``--fallback`` is neither a number
+        nor ``auto``."""
+        if self.fallback is None:
+            return super().arguments()
+        try:
+            threshold = self.fallback == "auto" or float(self.fallback)
+        except ValueError:
+            raise MmaccelError(
+                f"--fallback takes a threshold such as 0.9, or auto, got {self.fallback[:40]!r}."
+            ) from None
+        return super().arguments() | {"fallback": threshold}
+
+
+@dataclass(frozen=True)
+class DecodeOptions(AnswerOptions):
+    """Drafts, further readings, and the memory that holds keys and values."""
 
     offload: Annotated[
         Literal["host"] | None,

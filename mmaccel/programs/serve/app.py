@@ -370,5 +370,5 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 
 def _figures(answer: Answer, first: float) -> dict[str, Any]:
-    names = ("recipe", "visual_tokens", "visual_tokens_kept", "kv_bytes", "kv_bytes_bare", "notes")
+    names = ("recipe", "visual_tokens", "visual_tokens_kept", "kv_bytes", "kv_bytes_bare", "notes", "fallback")
     return {name: answer.stats[name] for name in names} | {"time_to_first_token": first}

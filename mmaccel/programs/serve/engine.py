@@ -6,7 +6,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from ...accelerate import accelerate_vlm
+from ...accelerate.fallback import fallback_of_call
 from ...accelerate.positions import check_positions, free_positions, position_limit
 from ...core.transformers_api import cache_of
 from ...errors import MmaccelError
@@ -57,8 +58,8 @@ class Limits:
 @dataclass(frozen=True)
 class Answer:
     """A complete answer: ``prompt_tokens`` of the unreduced prompt, the ``rate`` in tokens a second after the first (None for a
-    short answer), and the ``stats`` of the call, see :class:`mmaccel.core.figures.CallStats`. The first ``reused`` tokens of
-    the prompt were in a kept cache."""
+    short answer, and with a fallback), and the ``stats`` of the call, see :class:`mmaccel.core.figures.CallStats`. The first
+    ``reused`` tokens of the prompt were in a kept cache."""
 
     text: str
     finish: Literal["stop", "length"]
@@ -70,27 +71,34 @@ class Answer:
 
 
 class _TextStreamer(TokenTimer):
-    """A streamer that sends pieces of text; ``check`` ends the run when it is to stop."""
+    """A streamer that sends pieces of text."""
 
-    def __init__(self, text: Detokenizer, check: Callable[[], None], send: Callable[[str], None]) -> None:
+    def __init__(self, text: Detokenizer, send: Callable[[str], None]) -> None:
         super().__init__()
-        self.text, self.check, self.send = text, check, send
+        self.text, self.send = text, send
 
     def put(self, value: Any) -> None:
         """The prompt, then a token at a time."""
         super().put(value)
-        self.check()
         if len(self.times) > 1:
             self.send(self.text.add(value.reshape(-1).tolist()))
 
 
-class _StopSequences(StoppingCriteria):
-    """Ends the answer at a stop sequence."""
+class _Ends(StoppingCriteria):
+    """Ends an answer at one of the ``stops``; ``check`` ends the run when it is to stop. It decodes the tokens behind a
+    ``prompt`` of so many itself: a fallback holds those of a reading back from the streamer."""
 
-    def __init__(self, text: Detokenizer) -> None:
-        self.text = text
+    def __init__(self, tokenizer: Any, stops: Sequence[str], prompt: int, check: Callable[[], None]) -> None:
+        self.tokenizer, self.stops, self.prompt, self.check = tokenizer, stops, prompt, check
+        self.text = Detokenizer(tokenizer, stops)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.check()
+        if self.stops:
+            if input_ids.shape[1] <= self.prompt + len(self.text.ids):
+                # another reading
+                self.text = Detokenizer(self.tokenizer, self.stops)
+            self.text.add(input_ids[0, self.prompt + len(self.text.ids) :].tolist())
         return torch.full((len(input_ids),), self.text.stopped, dtype=torch.bool, device=input_ids.device)
 
 
@@ -124,14 +132,20 @@ def _killing(stop: threading.Event) -> Iterator[Callable[[subprocess.Popen[bytes
 
 
 def _key(budget: bool | Mapping[str, Any] | None) -> str:
-    """Digest of a budget; the recipe and the model of a server stay."""
-    return digest(None if budget is True else budget)
+    """Digest of a budget; the recipe and the model of a server stay, and no cache is kept of a call that may fall back."""
+    return digest({k: v for k, v in budget.items() if k != "fallback"} if isinstance(budget, Mapping) else {})
+
+
+def _reads_once(budget: bool | Mapping[str, Any] | None) -> bool:
+    """Whether the accelerated model reads a prompt once, and may continue a kept cache. A fallback may read it again."""
+    return budget is not False and not (isinstance(budget, Mapping) and budget.get("fallback"))
 
 
 class Engine(ModelSlot):
     """A bare ``model`` of a supported family with its ``processor``, on which a recipe stays. Raises MmaccelError if the model
-    cannot honour the recipe. ``drafts`` are ``lossless``, ``draft``, ``lookup`` and ``offload`` of ``accelerate_vlm``;
-    ``kept`` are caches of earlier requests, which are continued where nothing of a prompt depends on what comes after it."""
+    cannot honour the recipe. ``drafts`` are ``lossless``, ``draft``, ``lookup``, ``fallback`` and ``offload`` of
+    ``accelerate_vlm``; ``kept`` are caches of earlier requests, which are continued where nothing of a prompt depends on what
+    comes after it."""
 
     def __init__(
         self,
@@ -162,12 +176,16 @@ class Engine(ModelSlot):
             return self.processor, False
         if budget is None or budget is True:
             return self._prepared, None
-        primary = self.recipe.primary
-        lossless = self.model.mmaccel.drafts.lossless
-        if primary is not None and isinstance(self.recipe.build()[primary][1], FramesMethod) and not lossless:
+        primary, handle = self.recipe.primary, self.model.mmaccel
+        _, asked = fallback_of_call(None, self.recipe, budget, handle.check_fallback)
+        if asked is None:
+            return self._prepared, budget
+        pixels = primary is not None and isinstance(self.recipe.build()[primary][1], FramesMethod)
+        if pixels and not handle.drafts.lossless:
             # kept of the pixels, before the model sees any
-            return prepare(self.processor, self.recipe.override(**budget)), None
-        plan_for_call(self.model.mmaccel.plan, budget)
+            left = {name: value for name, value in budget.items() if name not in asked}
+            return prepare(self.processor, self.recipe.override(**asked)), left or None
+        plan_for_call(handle.plan, asked)
         return self._prepared, budget
 
     def check(self, request: ChatRequest) -> None:
@@ -193,7 +211,8 @@ class Engine(ModelSlot):
         with self.turn(stop) as check, torch.inference_mode():
             check()
             longest = self._longest(inputs, request, budget)
-            streamer = _TextStreamer(text, check, send)
+            streamer = _TextStreamer(text, send)
+            ends = _Ends(self.processor.tokenizer, request.stop, prompt, check)
             feed, begun = self._continued(processor, inputs, chat, budget)
             out = self._generate(
                 **feed,
@@ -203,7 +222,7 @@ class Engine(ModelSlot):
                 num_beams=1,
                 streamer=streamer,
                 logits_processor=sampler(self.model.generation_config, request),
-                stopping_criteria=StoppingCriteriaList([_StopSequences(text)]),
+                stopping_criteria=StoppingCriteriaList([ends]),
                 return_dict_in_generate=True,
             )
             stats = self.model.mmaccel.stats().to_dict()
@@ -214,7 +233,8 @@ class Engine(ModelSlot):
         send(text.end())
         ended = text.stopped or text.ids[-1] in self._ends or len(text.ids) < longest
         reused = 0 if begun is None else begun.tokens
-        return Answer(text.whole, "stop" if ended else "length", prompt, len(text.ids), streamer.rate(), stats, reused)
+        rate = None if stats["fallback"] else streamer.rate()
+        return Answer(text.whole, "stop" if ended else "length", prompt, len(text.ids), rate, stats, reused)
 
     def _generate(self, **arguments: Any) -> Any:
         """The output of the model. Without memory for it all kept caches are dropped, so that the next request has it."""
@@ -229,7 +249,7 @@ class Engine(ModelSlot):
         self, processor: Any, inputs: Mapping[str, Any], chat: Chat, budget: bool | Mapping[str, Any] | None
     ) -> tuple[Mapping[str, Any], Beginning | None]:
         """The inputs of ``generate``, and the beginning of the prompt that a kept cache has read, if one has."""
-        if self.kept is None or budget is False:
+        if self.kept is None or not _reads_once(budget):
             return inputs, None
         begun = self.kept.find(_key(budget), inputs["input_ids"][0].cpu(), Media.of(chat))
         if begun is None:
@@ -247,7 +267,7 @@ class Engine(ModelSlot):
     ) -> None:
         """Keep the cache of an answer."""
         cache = cache_of(out)
-        if self.kept is None or budget is False or cache is None:
+        if self.kept is None or not _reads_once(budget) or cache is None:
             return
         ids = out.sequences[0, : cache.get_seq_length()].cpu()
         visual = self.model.mmaccel.family.visual(inputs["input_ids"].cpu())[0].nonzero()

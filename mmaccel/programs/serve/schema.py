@@ -1,4 +1,4 @@
-"""The schema of a request: fields of OpenAI's chat completions, and ``mmaccel``, the budget of the request."""
+"""The schema of a request: fields of OpenAI's chat completions, and ``mmaccel``, the budget and fallback of the request."""
 
 from __future__ import annotations
 
@@ -197,12 +197,17 @@ class _Streaming(_Strict):
 
 
 def _budget(given: Any) -> Any:
-    if isinstance(given, bool) or (isinstance(given, dict) and set(given) == {"retain"}):
-        return given
+    if isinstance(given, bool) or (isinstance(given, dict) and given and set(given) <= {"retain", "fallback"}):
+        if isinstance(given, bool) or isinstance(given.get("fallback", False), (bool, int, float)):
+            return given
+        raise PydanticCustomError(
+            "sentence",
+            "mmaccel.fallback must be a threshold such as 0.9, true or false; the server has further settings.",
+        )
     raise PydanticCustomError(
         "sentence",
-        "mmaccel takes the budget of this request, such as {example}, or false for the bare model.",
-        {"example": '{"retain": 0.1}'},
+        "mmaccel takes the budget of this request and its fallback, such as {example}, or false for the bare model.",
+        {"example": '{"retain": 0.1, "fallback": 0.9}'},
     )
 
 

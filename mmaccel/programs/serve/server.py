@@ -78,7 +78,7 @@ def make_scheduler(
 
     several : requests that are answered at once.
     waiting : requests that may wait.
-    drafts : ``lossless``, ``draft``, ``lookup`` and ``offload`` of ``accelerate_vlm``.
+    drafts : ``lossless``, ``draft``, ``lookup``, ``fallback`` and ``offload`` of ``accelerate_vlm``.
     prefix_cache : bytes of kept caches, with which a prompt that begins like an earlier one goes on; 0 keeps none.
     """
     # copied while the model is bare

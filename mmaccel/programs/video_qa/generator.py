@@ -27,7 +27,7 @@ from ...method import FramesMethod, PatchMethod, ProjectorMethod
 from ...method.model_options import KeepLoaded
 from ...recipe import Recipe, get_recipe
 from ...video.clip import Clip
-from ..drafts import DraftArguments, drafting_sums
+from ..drafts import DraftArguments, drafting_sums, readings
 from .questions import VideoQuestion
 
 Record = dict[str, Any]
@@ -48,6 +48,7 @@ class Figures:
     seconds : ``waiting`` for frames, ``choosing`` among them, ``processor``, and ``model``; of the model's, also
         ``encoder``, ``selection``, ``prefill`` and ``decode``.
     drafting : of answers with drafts, the sums of :data:`mmaccel.core.figures.DRAFT_SUMS`.
+    read_again : answers that a fallback read again; the tokens of all readings count as kept.
     notes : remarks in words.
     """
 
@@ -56,7 +57,8 @@ class Figures:
     videos: int = 0
     prefills: int = 0
     visual_tokens: int = 0
-    visual_tokens_kept: int = 0
+    visual_tokens_kept: float = 0
+    read_again: float = 0
     kv_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     backends: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -150,7 +152,7 @@ class Prefix:
 class AnswerGenerator:
     """A model with a recipe that answers batches of questions about videos; ``figures`` are added up.
 
-    drafts : arguments ``lossless``, ``draft`` and ``lookup`` of ``accelerate_vlm``.
+    drafts : arguments ``lossless``, ``draft``, ``lookup`` and ``fallback`` of ``accelerate_vlm``.
 
     Raises MmaccelError if the model cannot honour the recipe or the drafts.
     """
@@ -172,7 +174,9 @@ class AnswerGenerator:
             pass  # reports what the model does not support before the long run
         self.family = family_of(model, processor)
         self.base: Any = self.family.model
-        self.own_prefill = "drafts begin with the whole prompt" if self.drafts else needs_own_prefill(recipe)
+        self.own_prefill = (
+            "drafts and a fallback begin with the whole prompt" if self.drafts else needs_own_prefill(recipe)
+        )
         if self.family.stateful and not recipe.stages:
             # with a recipe mmaccel runs such layers row by row
             self.own_prefill = "layers with a state would read padding after a video as text"
@@ -201,7 +205,9 @@ class AnswerGenerator:
             stats = self.model.mmaccel.stats()
         self._count(stats)
         self.figures.visual_tokens += stats["visual_tokens"]
-        self.figures.visual_tokens_kept += stats["visual_tokens_kept"]
+        again = readings(stats)
+        self.figures.visual_tokens_kept += again.get("visual_tokens_kept", stats["visual_tokens_kept"])
+        self.figures.read_again += again.get("read_again", 0)
         self.figures.kv_bytes += stats["kv_bytes"]
         return answers
 

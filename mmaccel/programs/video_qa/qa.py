@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 
 from ...accelerate.drafting import draft_of_call
+from ...accelerate.fallback import FallbackLike
 from ...errors import MmaccelError
 from ...families.load import load
 from ...method import FrameChoice
@@ -30,7 +31,7 @@ from ...video.clip import Clip
 from ...video.decode_spec import GIB, DecodeSpec, Select, check_timeout
 from ...video.groups import FrameGroups
 from ...video.prefetch import Prefetcher, start_prefetch
-from ..drafts import DraftArguments, drafts_identity
+from ..drafts import DraftArguments, drafts_identity, for_recipe
 from ..evaluate import fingerprint, sentence
 from ..identity import digests, recipe_parts, versions
 from ..long_video import read_groups, streamed_cap
@@ -62,7 +63,8 @@ class QASettings:
     timeout : seconds that decoding a video may take.
     memory : limit of the decoded frames that are held at a time, in bytes; a video that takes more alone fails. If little
         fits, fewer questions are answered together.
-    drafts : arguments ``lossless``, ``draft`` (a folder or a hub id) and ``lookup`` of :func:`mmaccel.accelerate_vlm`.
+    drafts : arguments ``lossless``, ``draft`` (a folder or a hub id), ``lookup`` and ``fallback`` of
+        :func:`mmaccel.accelerate_vlm`.
 
     Raises MmaccelError if a value is not allowed.
     """
@@ -92,6 +94,7 @@ class QASettings:
             ):
                 raise MmaccelError(f"{name} must be a whole number of at least 1, got {value!r}.")
         check_timeout(self.timeout)
+        object.__setattr__(self, "drafts", for_recipe(self.drafts, self.recipe))
         self.decode_spec()
 
     def decode_spec(self) -> DecodeSpec:
@@ -438,6 +441,7 @@ def answer_videos(
     lossless: bool = False,
     draft: Any = None,
     lookup: bool | str = False,
+    fallback: FallbackLike = None,
     **overrides: Any,
 ) -> Iterator[Record]:
     """Answer questions about videos; yields records as they are finished.
@@ -450,8 +454,8 @@ def answer_videos(
     questions : a JSONL file (see :func:`.questions.read_questions`), or questions, or objects like its lines.
     model : a model, or a folder or hub id of one.
     processor : the model's processor; loaded with a model that is named.
-    recipe, retain, lossless, draft, lookup, **overrides : as for :func:`mmaccel.accelerate_vlm`. Methods of site ``frames``
-        are applied as well.
+    recipe, retain, lossless, draft, lookup, fallback, **overrides : as for :func:`mmaccel.accelerate_vlm`. Methods of site
+        ``frames`` are applied as well.
     frames, frame_method, frame_options, max_new_tokens, batch_size, timeout, memory : see :class:`QASettings`.
 
     Yields
@@ -473,7 +477,7 @@ def answer_videos(
     """
     draft, overrides = draft_of_call(recipe, lossless, draft, overrides)
     chosen = get_recipe(recipe, retain=retain, **overrides)
-    drafts = {"lossless": lossless, "draft": draft, "lookup": lookup}
+    drafts = {"lossless": lossless, "draft": draft, "lookup": lookup, "fallback": fallback}
     named = isinstance(model, (str, os.PathLike))
     settings = QASettings(
         model=os.fspath(model) if named else fingerprint(model),
