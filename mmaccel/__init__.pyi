@@ -19,6 +19,7 @@ from .core.reduction import Reduction
 from .core.version import __version__
 from .errors import MmaccelError, UnsupportedError
 from .families.load import load
+from .media.aging import age_pictures
 from .media.prepare import prepare
 from .method.base import Method
 from .method.registry import get_method, methods, register
@@ -210,6 +211,7 @@ __all__ = [
     "accelerate_vlm",
     "accelerated",
     "accelerated_encoder",
+    "age_pictures",
     "answer_videos",
     "get_method",
     "get_recipe",

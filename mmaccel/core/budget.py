@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MmaccelError
 
@@ -45,6 +46,26 @@ def resolve(retain: Retain, size: int) -> int:
         return min(retain, size)
     # exact arithmetic: 0.29 * 100 is 28.999999999999996 in floating point
     return max(1, int(Fraction(str(retain)) * size + Fraction(1, 2)))
+
+
+def check_age(age: Any, what: str = "age") -> tuple[float, ...]:
+    """Return shares by age as a tuple. Raises :class:`MmaccelError` unless they are two or more numbers from 0 to 1 that never
+    rise."""
+    shares = tuple(age) if isinstance(age, Sequence) and not isinstance(age, (str, bytes)) else ()
+    numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) and 0 <= one <= 1 for one in shares)
+    if len(shares) < 2 or not numbers or any(a < b for a, b in pairwise(shares)):
+        raise MmaccelError(
+            f"`{what}` must be two or more shares from 0 to 1 that never rise, such as (1.0, 0.25, 0.05, 0), got {age!r:.80}."
+        )
+    return shares
+
+
+def shares_by_age(count: int, age: Sequence[float], step: int) -> list[float]:
+    """The share of its tokens that each of ``count`` pictures keeps, the oldest first. Pictures are counted in groups of
+    ``step``, of which the last may be incomplete; those of the newest group keep ``age[0]``, those of the group before it
+    ``age[1]``, and so on, and all older ones the last."""
+    newest = (count - 1) // step
+    return [age[min(newest - number // step, len(age) - 1)] for number in range(count)]
 
 
 def kept_whole(name: str, retain: Retain, sizes: list[int], what: str = "pictures or clips") -> list[str]:

@@ -86,9 +86,9 @@ class CallStats(Figures):
     accepted tokens and its seconds, and ``drafted_by``, the source of every token of every answer, empty for the model's own.
     Empty without drafts."""
     fallback: dict[str, Any]
-    """Of a call with a fallback: all ``readings`` (recipe, budget, visual tokens kept and per layer), and of every row the number
-    of the ``reading`` that its answer comes from and the ``certainty`` of the last answer that was judged. The other figures are
-    those of the last reading. Empty without one."""
+    """Of a call with a fallback: all ``readings`` (recipe, budget, visual tokens kept and per layer), and of every row the
+    number of the ``reading`` that its answer comes from and the ``certainty`` of the last answer that was judged. The other
+    figures are those of the last reading. Empty without one."""
     offload: dict[str, int]
     """Of a call with ``offload="host"``, in bytes: the cache on the ``device`` and on the ``host``; what went over the bus,
     ``fetched`` as whole layers, ``ahead`` those of them that were fetched while another layer computed, ``written`` to the

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from ..core.budget import check_age
 from ..errors import MmaccelError
 from .base import Method, ModelFacts
 from .layers import LayerAttention, Layerwise
@@ -154,6 +155,13 @@ class CacheOptions(Method):
         ``KeyRerotationPress`` of kvpress does: keys are turned by the difference. All heads of all layers must keep as many
         keys. By default keys keep their positions.
     text_policy : the policy, by name, that ranks text keys where they have a budget (``text_retain``); by default this one.
+    age : the shares of its visual tokens that a picture or clip keeps, by its age, such as ``(1.0, 0.25, 0.05, 0)`` for the
+        screenshots of an agent: the newest whole, the one before it 25 %, then 5 %, all older ones none. Two or more numbers
+        from 0 to 1 that never rise; ``()`` for no ages. The age of a picture is the number of newer ones in its row, of this
+        prompt and of later turns. What exceeds its share is evicted at the end of a prompt with pictures, which has still read
+        the pictures of earlier turns as they were. ``retain`` comes first; with 1.0 the newest picture stays whole. Text stays.
+    age_step : pictures are counted in groups of this many, at least 1, which have one age, so that budgets fall only when a
+        new group begins.
 
     ``variant="official"``: budgets are split as in the authors' programs, which do not meet them exactly: ``pyramid`` in whole
     steps, ``sparsity`` and ``entropy`` clipped and truncated, ``prefix`` by a search that stops within 5 keys, ``adaptive``
@@ -166,6 +174,7 @@ class CacheOptions(Method):
 
     limits = {
         **dict.fromkeys(("every", "cap", "growth", "neighbours", "sinks"), "[0, inf)"),
+        "age_step": "[1, inf)",
         "recent": "[0, inf) or [0.0, 1.0]",
         "merge_share": "(0, 1]",
     }
@@ -186,9 +195,13 @@ class CacheOptions(Method):
     joint: bool = False
     close_gaps: bool = False
     text_policy: str = ""
+    age: tuple[float, ...] = ()
+    age_step: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.age != ():
+            object.__setattr__(self, "age", check_age(self.age, f"age` of `{self.name}"))
         for option in ("layer_budget", "head_budget", "compact", "eviction_error", "budget_in"):
             self.choice(option)
         for kind in self.protect:
@@ -232,8 +245,8 @@ class CacheOptions(Method):
 
     @property
     def scheduled(self) -> bool:
-        """Whether keys are also evicted while decoding."""
-        return self.every > 0 or self.cap > 0
+        """Whether keys are also evicted while decoding, or in later turns."""
+        return self.every > 0 or self.cap > 0 or self.age != ()
 
 
 class Policy(CacheOptions):
@@ -287,13 +300,15 @@ class Policy(CacheOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.prompt_only and self.scheduled:
-            raise MmaccelError(f"{self.name} scores the keys of a prompt when it ends; leave out every and cap.")
+            raise MmaccelError(f"{self.name} scores the keys of a prompt when it ends; leave out every, cap and age.")
         uneven = self.choice("layer_budget")[0] != "uniform" or self.choice("head_budget")[0] != "uniform"
         if self.close_gaps and (uneven or self.decodes or self.budget != "exact"):
             raise MmaccelError(
                 f"close_gaps of {self.name} needs as many keys in all heads of all layers, and none evicted later; leave it "
-                "out, or leave out layer_budget, head_budget, every and cap, with a policy whose budget is exact."
+                "out, or leave out layer_budget, head_budget, every, cap and age, with a policy whose budget is exact."
             )
+        if self.age and (self.budget == "none" or self.recalls):
+            raise MmaccelError(f"{self.name} keeps all keys, so that pictures have no budget by age; leave out age.")
 
     def check(self, family: ModelFacts) -> None:
         """Raise :class:`MmaccelError` where options cannot be combined."""

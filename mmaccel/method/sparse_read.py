@@ -119,7 +119,7 @@ class ReadingPolicy(Policy):
         how = (self.layer_budget, self.head_budget, self.compact)
         if self.scheduled or how != ("uniform", "uniform", "evict") or self.growth:
             raise MmaccelError(
-                f"{self.name} drops nothing; leave out layer_budget, head_budget, compact, every, cap and growth."
+                f"{self.name} drops nothing; leave out layer_budget, head_budget, compact, every, cap, growth and age."
             )
         if self.joint or self.neighbours or self.protect or self.text_policy:
             raise MmaccelError(f"{self.name} reads all text; leave out joint, neighbours, protect and text_policy.")

@@ -408,6 +408,10 @@ def _streaming(recipe: Recipe, recall: Stage | None, cap: int, prefix: int) -> R
         raise MmaccelError(f"Recipe {recipe.name!r} never evicts from the cache; use one such as 'infinipot-v'.")
     policy = built[at]
     assert isinstance(policy, Policy)
+    if policy.age:
+        raise MmaccelError(
+            "A session has one video, so that age= has no older ones; leave it out, cap_tokens bounds the cache."
+        )
     if cap <= prefix:
         raise MmaccelError(f"cap_tokens must be greater than the {prefix} tokens of the prompt, got {cap}.")
     options = {"cap": cap, "joint": True, "sinks": max(policy.sinks, prefix)}

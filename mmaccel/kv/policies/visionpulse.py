@@ -49,7 +49,7 @@ class VisionPulse(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.scheduled or self.compact != "evict" or self.layer_budget != "uniform" or self.head_budget != "uniform":
-            raise MmaccelError("visionpulse drops nothing for good; leave out budgets, compact, every and cap.")
+            raise MmaccelError("visionpulse drops nothing for good; leave out budgets, compact, every, cap and age.")
 
     def score(self, keys: KeyBatch) -> Tensor:
         return torch.zeros(keys.keys.shape[:3], device=keys.keys.device)

@@ -96,8 +96,9 @@ class EvictKeys(CachePolicy):
     @property
     def shrinks(self) -> bool:
         """Whether a schedule may evict when this forward is over."""
-        prompt = self.prompt
-        return self.policy.scheduled and (prompt is None or self.policy.cap > 0 or prompt.tokens.text_rows is not None)
+        prompt, policy = self.prompt, self.policy
+        behind = prompt is None or policy.cap > 0 or policy.age != () or prompt.tokens.text_rows is not None
+        return policy.scheduled and behind
 
     def released(self, number: int) -> list[int]:
         """Layers from which nothing is evicted any more in this forward, since the attention of layer ``number`` has run."""
@@ -175,6 +176,8 @@ class EvictKeys(CachePolicy):
             self.prompt.finalize()
         if self.shrinks:
             with self.forward.measured("selection", self.forward.phase(0).places.device):
+                if self.prompt is not None and self.policy.age:
+                    self.schedule.drop_old(self.prompt.tokens.table)
                 self.schedule.finalize(None if self.prompt is None else self.prompt.tokens.pictured_rows)
         super().finish()
 

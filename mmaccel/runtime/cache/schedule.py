@@ -1,4 +1,4 @@
-"""Eviction while decoding: when it is time, a layer that holds more than its limit loses the keys that rank lowest.
+"""Eviction while decoding and in later turns: when it is time, a layer that holds too much loses the keys that rank lowest.
 
 It is done when a forward is over, for all layers together: they are the rows of one batch. Nothing happens in the steps
 between: queries are remembered as they are, and the policy observes them together before keys are chosen. How many keys stay
@@ -7,7 +7,7 @@ is known to the host, so that it does not wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,18 +21,16 @@ from ...kv.select import observed, per_head, rank
 from ...kv.static_view import QuerySpec
 from ...method import KeyBatch, LayerAttention, Policy
 from .rules import CacheRules
-from .token_origins import cells_at, question_span
+from .token_origins import UNBOUNDED, cells_at, question_span, room_by_age
 
 #: queries that are remembered at most before the policy observes them
 LATEST = 64
 #: bytes of keys and values that are copied at once
 BYTES = 1 << 28
-#: the room of rows of which nothing is evicted
-_UNBOUNDED = 1 << 40
 
 
 class Schedule:
-    """The options ``every``, ``cap`` and ``growth`` of a policy, see :class:`mmaccel.method.keys.CacheOptions`."""
+    """The options ``every``, ``cap``, ``growth`` and ``age`` of a policy, see :class:`mmaccel.method.keys.CacheOptions`."""
 
     def __init__(self, stage: CacheRules, state: CacheState) -> None:
         self.stage, self.policy, self.state, self.shared = stage, stage.policy, state, state.shared
@@ -109,10 +107,25 @@ class Schedule:
                 late.append(layer)
         for together in self._batches(late):
             self._observe(together)
+        self._in_step(
+            [layer for layer in self.state.layers if layer.number in full],
+            lambda together: self._shrink(together, torch.cat([full[layer.number] for layer in together.layers])),
+        )
+
+    def drop_old(self, table: Tensor) -> None:
+        """A prompt is over: evict from pictures what their age does not allow (``age`` and ``age_step`` of the policy).
+
+        table : ``[B, n, 4]`` int32 on the CPU, see :func:`.token_origins.prompt_grid`.
+        """
+        room = room_by_age(table, self.policy.age, self.policy.age_step)
+        if bool((room < UNBOUNDED).any()):
+            self._in_step(self.state.layers, lambda together: self._age(together, room))
+
+    def _in_step(self, layers: list[QuantisedLayer], work: Callable[[LayerBatch], Asking]) -> None:
+        """Do some work for all layers, as many at a time as do not take too much memory."""
         shrinking, held = InStep(), 0
-        for together in self._batches([layer for layer in self.state.layers if layer.number in full]):
-            room = torch.cat([full[layer.number] for layer in together.layers])
-            if shrinking.begin(self._shrink(together, room)):
+        for together in self._batches(layers):
+            if shrinking.begin(work(together)):
                 # these copies are held until the host has the numbers that it asked for
                 held += sum(map(size, together.layers))
             if held > BYTES:
@@ -120,11 +133,37 @@ class Schedule:
                 held = 0
         shrinking.finish()
 
+    def _age(self, together: LayerBatch, room: Tensor) -> Asking:
+        """Keep the best ``room [B, P]`` keys of every picture, by its number in the table, of every row and head."""
+        self._observe(together)
+        batch, order = self._stored(together, self._table(together))
+        layers, before = len(together.layers), together.lengths
+        heads = len(batch.valid) // (together.rows * layers)
+        assert batch.picture is not None
+        choices, fixed = [], batch.valid
+        for number in (room < UNBOUNDED).any(0).nonzero()[:, 0].tolist():
+            count = room[:, number].repeat_interleave(heads).repeat(layers)
+            bound = to_device(count < UNBOUNDED, fixed.device)[:, None]
+            mine = batch.valid & (batch.picture == number) & bound
+            choices.append((mine, count.where(count < UNBOUNDED, 0)))
+            fixed = fixed & ~mine
+        kept = _best(self.policy, batch, order, self._table(together), choices, fixed, heads, layers)
+        (lengths,) = yield [kept.sum(-1)]
+        fewer = (lengths < before).any(1)
+        if not bool(fewer.any()):
+            return
+        yield from self.stage.evicting(together, kept, lengths)
+        for layer, rows in zip(together.layers, fewer.split(together.rows), strict=True):
+            if (capacity := layer.schedule.capacity) is not None:
+                layer.schedule.capacity = torch.where(rows[:, None], layer.head_lengths, capacity)
+
     def _room(self, layer: QuantisedLayer, pictured: Tensor | None) -> Tensor | None:
         """Limit of keys of each head of a layer, ``[B, Hkv]`` long on the CPU; None if none holds more, or eviction is not due.
         Rows in which it is not due may keep all that they hold."""
         policy, schedule = self.policy, layer.schedule
-        if schedule.capacity is None or (pictured is None and layer.seen - min(schedule.evicted) < policy.every):
+        if schedule.capacity is None or not (policy.every or policy.cap):
+            return None
+        if pictured is None and layer.seen - min(schedule.evicted) < policy.every:
             return None
         if policy.cap and len(layer.index) <= policy.cap:
             return None
@@ -182,7 +221,7 @@ class Schedule:
             # only the device knows how much of it is text
             (text,) = yield [fixed.sum(1)]
             wanted, stay = (wanted - text).clamp(min=0), torch.maximum(wanted, text)
-        kept = _best(policy, batch, order, table, candidates, fixed, wanted, heads, len(together.layers))
+        kept = _best(policy, batch, order, table, [(candidates, wanted)], fixed, heads, len(together.layers))
         yield from self.stage.evicting(together, kept, torch.minimum(held, stay.view(-1, heads)))
 
     def cut(
@@ -201,7 +240,7 @@ class Schedule:
         )
         candidates = candidates if policy.joint else candidates & batch.visual
         wanted = count.repeat_interleave(heads)
-        kept = _best(policy, batch, order, table, candidates, batch.valid & ~candidates, wanted, heads, 1)
+        kept = _best(policy, batch, order, table, [(candidates, wanted)], batch.valid & ~candidates, heads, 1)
         lengths = together.lengths - (rivals - torch.minimum(rivals, count))[:, None]
         part = InStep()
         part.begin(self.stage.evicting(together, kept, lengths))
@@ -275,20 +314,23 @@ def _best(
     batch: KeyBatch,
     order: Tensor | None,
     table: Tensor,
-    candidates: Tensor,
+    choices: Sequence[tuple[Tensor, Tensor]],
     fixed: Tensor | None,
-    wanted: Tensor,
     heads: int,
     layers: int,
 ) -> Tensor:
-    """The best ``wanted [R]`` of the ``candidates [R, K]`` bool, and those that are ``fixed``, as a mask ``[R / heads, 1 or
-    Hkv, K]`` of the slots as they are stored; ``heads`` rows of ``batch`` are one row of the cache."""
-    count = to_device(wanted, candidates.device)
-    question = question_span(table, policy.protect, candidates.device)
+    """Of each of the ``choices``, candidates ``[R, K]`` bool and their budget ``[R]``, the best, and those that are ``fixed``:
+    a mask ``[R / heads, 1 or Hkv, K]`` of the slots as they are stored; ``heads`` rows of ``batch`` are a row of the cache."""
+    device = batch.valid.device
+    counts = [to_device(wanted, device) for _, wanted in choices]
+    count = counts[0] if len(counts) == 1 else torch.stack(counts).sum(0)
+    question = question_span(table, policy.protect, device)
     if question is not None:
         question = question.repeat_interleave(heads, dim=0).repeat(layers, 1)
     scores = rank(policy, replace(batch, count=count), True, question)
-    kept = per_head(scores, candidates, count)
+    kept = per_head(scores, choices[0][0], counts[0])
+    for (candidates, _), budget in zip(choices[1:], counts[1:], strict=True):
+        kept = kept | per_head(scores, candidates, budget)
     kept = kept if fixed is None else kept | fixed[:, None]
     kept = kept[:, 0] if policy.shared or heads > 1 else kept
     if order is not None:
@@ -308,22 +350,24 @@ def room_of(policy: Policy, layer: QuantisedLayer) -> Tensor:
         grown = [int(policy.growth * (layer.seen - seen)) for seen in layer.schedule.settled]
         room = room + torch.tensor(grown)[:, None]
     rows = layer.shared.places.text_rows
-    return room if rows is None else room.masked_fill(rows[:, None], _UNBOUNDED)
+    return room if rows is None else room.masked_fill(rows[:, None], UNBOUNDED)
 
 
 def coming_kept(policy: Policy, state: CacheState, query_spec: QuerySpec | None) -> int:
     """Number of tokens that may follow before one with which a schedule may evict or observe."""
-    tokens = []
+    tokens = [UNBOUNDED]
     for layer in state.layers:
         schedule = layer.schedule
         if schedule.capacity is None:
             return 0
+        if query_spec is not None:
+            tokens.append(LATEST - schedule.unseen - 1)
+        if not (policy.every or policy.cap):
+            continue
         # room never shrinks
         free = (room_of(policy, layer) - layer.head_lengths).amin(1).tolist()
         wait = [policy.every - (layer.seen - seen) - 1 for seen in schedule.evicted]
         tokens.append(min(max(later, more, 0) for later, more in zip(wait, free, strict=True)))
-        if query_spec is not None:
-            tokens.append(LATEST - schedule.unseen - 1)
     return min(tokens)
 
 

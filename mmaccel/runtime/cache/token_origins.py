@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.budget import resolve, shares_by_age
 from ...core.layout import Layout
 from ...core.masks import after_last
 from ...kv.index import to_device
 from ...kv.shared import Shared
+
+#: the room of rows and pictures of which nothing is evicted
+UNBOUNDED = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,21 @@ def prompt_grid(shared: Shared, layout: Layout, seen: int) -> Tensor:
         table[segment.row, at, 0] = picture if shared.stream else picture + segment.picture
         table[segment.row, at, 1:] = torch.where(cells < 0, cells, cells + cells.new_tensor([frame, 0, 0]))
     return table
+
+
+def room_by_age(table: Tensor, age: Sequence[float], step: int) -> Tensor:
+    """``[B, P]`` long on the CPU: how many keys of every picture, by its number in the ``table [B, n, 4]``, its age allows, see
+    :func:`mmaccel.core.budget.shares_by_age`; :data:`UNBOUNDED` for whole pictures, and for those of other rows. Of a share
+    above 0 at least one stays."""
+    pictures = table[..., 0]
+    room = torch.full((len(table), int(pictures.max()) + 1), UNBOUNDED)
+    for row, places in zip(room, pictures.tolist(), strict=True):
+        # in the order in which they are read
+        sizes = Counter(one for one in places if one >= 0)
+        for (number, size), share in zip(sizes.items(), shares_by_age(len(sizes), age, step), strict=True):
+            if share < 1:
+                row[number] = resolve(float(share), size) if share else 0
+    return room
 
 
 def cells_at(table: Tensor, places: Tensor, heads: int = 1) -> tuple[Tensor, Tensor]:
