@@ -71,12 +71,14 @@ class Beginning:
 class PrefixCaches:
     """Caches of the last prompts with their answers, in ``limit`` bytes together; the least recently used ones go first.
 
+    crops : whether a prompt may continue a part of a cache; else it must begin with all that the cache has read.
+
     Threads may share it. A cache that is kept never changes; whoever continues it gets a copy, which shares its tensors until
     it grows.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, crops: bool = True) -> None:
+        self.limit, self.crops = limit, crops
         self._lock = threading.Lock()
         self._kept: list[_Kept] = []
 
@@ -99,7 +101,7 @@ class PrefixCaches:
                 common = min(one.common(ids), len(ids) - 1)
                 if one.key != key or not one.media.begins(media) or common < max(one.end, tokens + 1):
                     continue
-                if common == len(one.ids) or one.cache.is_croppable:
+                if common == len(one.ids) or (self.crops and one.cache.is_croppable):
                     best, tokens = one, common
             if best is None:
                 return None
@@ -115,10 +117,11 @@ class PrefixCaches:
         """Keep a cache that has read ``ids [n]`` on the CPU, in place of those that are the beginning of it."""
         new = _Kept(key, ids, media, end, visual, cache)
         with self._lock:
+            crops = self.crops and cache.is_croppable
             self._kept = [
                 one
                 for one in self._kept
-                if one.key != key or one.media != media or one.common(ids) < len(one.ids) or not cache.is_croppable
+                if one.key != key or one.media != media or one.common(ids) < len(one.ids) or not crops
             ]
             self._kept.append(new)
             while self._kept and self.nbytes > self.limit:

@@ -23,7 +23,7 @@ from ...errors import MmaccelError
 from ...media import untrusted
 from ...media.files import Chat, Clip, encode
 from ...media.prepare import prepare
-from ...method import FramesMethod
+from ...method import FramesMethod, Policy
 from ...recipe import Recipe, get_recipe
 from ...runtime.build import plan_for_call
 from ..identity import digest
@@ -136,6 +136,11 @@ def _key(budget: bool | Mapping[str, Any] | None) -> str:
     return digest({k: v for k, v in budget.items() if k != "fallback"} if isinstance(budget, Mapping) else {})
 
 
+def ages(recipe: Recipe) -> bool:
+    """Whether pictures of earlier turns lose keys by their age, so that the next turn of a chat continues its cache."""
+    return any(isinstance(method, Policy) and method.age for _, method in recipe.build())
+
+
 def _reads_once(budget: bool | Mapping[str, Any] | None) -> bool:
     """Whether the accelerated model reads a prompt once, and may continue a kept cache. A fallback may read it again."""
     return budget is not False and not (isinstance(budget, Mapping) and budget.get("fallback"))
@@ -145,7 +150,7 @@ class Engine(ModelSlot):
     """A bare ``model`` of a supported family with its ``processor``, on which a recipe stays. Raises MmaccelError if the model
     cannot honour the recipe. ``drafts`` are ``lossless``, ``draft``, ``lookup``, ``fallback`` and ``offload`` of
     ``accelerate_vlm``; ``kept`` are caches of earlier requests, which are continued where nothing of a prompt depends on what
-    comes after it."""
+    comes after it, and where pictures age."""
 
     def __init__(
         self,
@@ -164,7 +169,7 @@ class Engine(ModelSlot):
         self._prepared = processor if drafts.get("lossless") else prepare(processor, recipe)
         accelerate_vlm(model, recipe, processor=self._prepared, **drafts)
         self._positions = position_limit(model)
-        own_prefill = needs_own_prefill(recipe) is not None or any(drafts.values())
+        own_prefill = (needs_own_prefill(recipe) is not None and not ages(recipe)) or any(drafts.values())
         self.kept = None if own_prefill else kept
         ends = model.generation_config.eos_token_id
         self._ends = set(ends) if isinstance(ends, (list, tuple)) else {ends}

@@ -19,7 +19,7 @@ from ..model_lock import ModelSlot
 from ..prefix_caches import PrefixCaches
 from .app import make_app
 from .connections import BACKLOG, Connection
-from .engine import Engine, Limits
+from .engine import Engine, Limits, ages
 from .scheduler import Scheduler
 from .sources import Sources
 
@@ -84,7 +84,7 @@ def make_scheduler(
     # copied while the model is bare
     first = ModelSlot(model, processor, 0)
     pairs = [*(first.twin() for _ in range(several - 1)), (model, processor)]
-    kept = PrefixCaches(prefix_cache) if prefix_cache else None
+    kept = PrefixCaches(prefix_cache, crops=not ages(recipe)) if prefix_cache else None
     engines = [Engine(*pair, recipe, sources or Sources(), limits or Limits(), drafts, kept) for pair in pairs]
     return Scheduler(engines, waiting)
 
