@@ -107,8 +107,8 @@ class Schedule:
                 late.append(layer)
         for together in self._batches(late):
             self._observe(together)
-        self._in_step(
-            [layer for layer in self.state.layers if layer.number in full],
+        _in_step(
+            self._batches([layer for layer in self.state.layers if layer.number in full]),
             lambda together: self._shrink(together, torch.cat([full[layer.number] for layer in together.layers])),
         )
 
@@ -119,43 +119,7 @@ class Schedule:
         """
         room = room_by_age(table, self.policy.age, self.policy.age_step)
         if bool((room < UNBOUNDED).any()):
-            self._in_step(self.state.layers, lambda together: self._age(together, room))
-
-    def _in_step(self, layers: list[QuantisedLayer], work: Callable[[LayerBatch], Asking]) -> None:
-        """Do some work for all layers, as many at a time as do not take too much memory."""
-        shrinking, held = InStep(), 0
-        for together in self._batches(layers):
-            if shrinking.begin(work(together)):
-                # these copies are held until the host has the numbers that it asked for
-                held += sum(map(size, together.layers))
-            if held > BYTES:
-                shrinking.finish()
-                held = 0
-        shrinking.finish()
-
-    def _age(self, together: LayerBatch, room: Tensor) -> Asking:
-        """Keep the best ``room [B, P]`` keys of every picture, by its number in the table, of every row and head."""
-        self._observe(together)
-        batch, order = self._stored(together, self._table(together))
-        layers, before = len(together.layers), together.lengths
-        heads = len(batch.valid) // (together.rows * layers)
-        assert batch.picture is not None
-        choices, fixed = [], batch.valid
-        for number in (room < UNBOUNDED).any(0).nonzero()[:, 0].tolist():
-            count = room[:, number].repeat_interleave(heads).repeat(layers)
-            bound = to_device(count < UNBOUNDED, fixed.device)[:, None]
-            mine = batch.valid & (batch.picture == number) & bound
-            choices.append((mine, count.where(count < UNBOUNDED, 0)))
-            fixed = fixed & ~mine
-        kept = _best(self.policy, batch, order, self._table(together), choices, fixed, heads, layers)
-        (lengths,) = yield [kept.sum(-1)]
-        fewer = (lengths < before).any(1)
-        if not bool(fewer.any()):
-            return
-        yield from self.stage.evicting(together, kept, lengths)
-        for layer, rows in zip(together.layers, fewer.split(together.rows), strict=True):
-            if (capacity := layer.schedule.capacity) is not None:
-                layer.schedule.capacity = torch.where(rows[:, None], layer.head_lengths, capacity)
+            _in_step(self._batches(self.state.layers), lambda together: _age(self, together, room))
 
     def _room(self, layer: QuantisedLayer, pictured: Tensor | None) -> Tensor | None:
         """Limit of keys of each head of a layer, ``[B, Hkv]`` long on the CPU; None if none holds more, or eviction is not due.
@@ -307,6 +271,44 @@ class Schedule:
             answer=self._answer(together, heads),
         )
         return batch, order
+
+
+def _in_step(groups: Iterator[LayerBatch], work: Callable[[LayerBatch], Asking]) -> None:
+    """Do some work for batches of layers, as many in step as do not take too much memory."""
+    shrinking, held = InStep(), 0
+    for together in groups:
+        if shrinking.begin(work(together)):
+            # these copies are held until the host has the numbers that it asked for
+            held += sum(map(size, together.layers))
+        if held > BYTES:
+            shrinking.finish()
+            held = 0
+    shrinking.finish()
+
+
+def _age(schedule: Schedule, together: LayerBatch, room: Tensor) -> Asking:
+    """Keep the best ``room [B, P]`` keys of every picture, by its number in the table, of every row and head."""
+    schedule._observe(together)
+    batch, order = schedule._stored(together, schedule._table(together))
+    layers, before = len(together.layers), together.lengths
+    heads = len(batch.valid) // (together.rows * layers)
+    assert batch.picture is not None
+    choices, fixed = [], batch.valid
+    for number in (room < UNBOUNDED).any(0).nonzero()[:, 0].tolist():
+        count = room[:, number].repeat_interleave(heads).repeat(layers)
+        bound = to_device(count < UNBOUNDED, fixed.device)[:, None]
+        mine = batch.valid & (batch.picture == number) & bound
+        choices.append((mine, count.where(count < UNBOUNDED, 0)))
+        fixed = fixed & ~mine
+    kept = _best(schedule.policy, batch, order, schedule._table(together), choices, fixed, heads, layers)
+    (lengths,) = yield [kept.sum(-1)]
+    fewer = (lengths < before).any(1)
+    if not bool(fewer.any()):
+        return
+    yield from schedule.stage.evicting(together, kept, lengths)
+    for layer, rows in zip(together.layers, fewer.split(together.rows), strict=True):
+        if (capacity := layer.schedule.capacity) is not None:
+            layer.schedule.capacity = torch.where(rows[:, None], layer.head_lengths, capacity)
 
 
 def _best(
