@@ -24,7 +24,7 @@ def aging(method: str, retain: float | None = 1.0, age: Any = AGE, **options: An
     return Recipe(method, (Stage(method, retain, {"age": age, **options}),))
 
 
-#: policies that look at keys, at queries, at attention, at cells; budgets that differ, and that fall in groups; merging
+# by choice: policies that look at keys, at queries, at attention, at cells; budgets that differ, and that fall in groups
 RECIPES = {
     "keydiff": aging("keydiff"),
     "snapkv": aging("snapkv"),
