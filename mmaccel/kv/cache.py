@@ -25,8 +25,10 @@ from ..core.transformers_api import (
     cache_in,
 )
 from ..errors import UnsupportedError
+from .forward_info import ForwardInfo
 from .host import parked
 from .index import KeyIndex
+from .key_bias import Rotations
 from .layer import bare_bytes as bare_token_bytes
 from .packed import QuantisedLayer
 from .positions import NextPositions
@@ -71,6 +73,25 @@ class CacheState:
     @positions.setter
     def positions(self, positions: NextPositions) -> None:
         self.shared.positions = positions
+
+    def note_rotations(self, incoming: ForwardInfo) -> None:
+        """Keep what tokens of this forward are turned by, before any key is packed without its bias; once a forward, when the
+        first layer has its keys."""
+        noted, incoming.rotations = incoming.rotations, None
+        if noted is None:
+            return
+        cos, sin, before = noted
+        places = incoming.phases[0][1].places.to(cos.device, non_blocking=True)
+        # tokens that come back stand before the others, and were noted with their prompt
+        places = places[:, -cos.shape[1] :]
+        if cos.dim() != 3 or cos.shape[1] != places.shape[1] or cos.shape[2] != self.layers[0].keys.shape[3]:
+            return
+        memory = self.shared.memory(Rotations)
+        if memory is None:
+            memory = self.shared.keep(Rotations.none(cos.expand(len(places), -1, -1)))
+        # what was packed before the first note was packed with its bias
+        late = not memory.cos.shape[1] and any(layer.packed.any_pages for layer in self.layers)
+        memory.note(cos, sin, places, incoming.seen, incoming.length, None if late else before)
 
     def finalize(self, whole: bool) -> None:
         """The forward is over, as a ``whole`` or broken off."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .codecs import TokenGroup
 from .index import KeyIndex, on_host
 from .layer import KeptKeys
 from .packed import QuantisedLayer
@@ -162,6 +163,12 @@ class LayerBatch:
         left = KeptKeys.of(keys, values, self.index, kept, self.received, lengths)
         for layer, mine in zip(self.layers, left.split(self.rows), strict=True):
             layer.take(mine)
+
+    def demote(self, group: TokenGroup, kept: Tensor, lengths: Tensor) -> None:
+        """See :meth:`.packed.QuantisedLayer.demote`, for all rows."""
+        each = zip(self.layers, kept.split(self.rows), lengths.split(self.rows), strict=True)
+        for layer, mine, count in each:
+            layer.demote(group, mine[..., : len(layer.index)], count)
 
     def _joined(self, parts: Sequence[Tensor], dim: int, fill: float = 0) -> Tensor:
         """The rows of all layers, of which each has its slots along ``dim``, filled up to one width."""

@@ -93,8 +93,35 @@ class QuantisedLayer(CompressedLayer):
         if not bool(count.any()):
             return
         due = valid & (valid.cumsum(-1) <= group.codec.due(valid.sum(-1))[..., None])
-        old, groups = self.index, self._take_packed()
-        rest, lengths = self.index.by_head, self.index.lengths - count
+        old = self.index
+        self._pack_due(group, due, count, query_energy)
+        known = replaced.get(id(old))
+        if known is not None:
+            self.index = known[1]
+        elif old.index.dim() == 2:
+            replaced[id(old)] = (old, self.index)
+
+    def demote(self, group: TokenGroup, kept: Tensor, lengths: Tensor) -> None:
+        """Pack all tokens in full precision but those that are ``kept``; packed ones stay as they are.
+
+        Parameters
+        ----------
+        group : of what is packed here; its codec packs whatever it is given, also less than a page.
+        kept : ``[B, 1 or Hkv, K]`` bool, slots of :meth:`stored`. lengths : ``[B, 1 or Hkv]`` long on the CPU, how many of the
+            tokens in all are kept or packed already.
+        """
+        there = self.index.by_head[..., self.width :] >= 0
+        due = there & ~kept[..., self.width :] & ~self.packed.packed_before(there)
+        count = self.index.lengths - lengths
+        if self.packed.dequantised is not None:
+            count = due.sum(-1).cpu()
+        if bool(count.any()):
+            self._pack_due(group, due, count.expand(due.shape[:2]), None)
+
+    def _pack_due(self, group: TokenGroup, due: Tensor, count: Tensor, query_energy: Tensor | None) -> None:
+        """Pack the tokens ``due [B, 1 or Hkv, R]`` bool of those in full precision, ``count`` of each head, on the CPU."""
+        groups = self._take_packed()
+        rest, lengths = self.index.by_head.expand(-1, due.shape[1], -1), self.index.lengths - count
         keys, values = super().stored()
         every = count.expand(-1, keys.shape[1])
         bias, coded = self.bias, keys
@@ -105,7 +132,7 @@ class QuantisedLayer(CompressedLayer):
         none = Held(torch.zeros_like(count), torch.zeros_like(count))
         groups += [PackedGroup(None, rest[..., :0], empty, none)] * (group.number + 1 - len(groups))
         groups = [replace(one, held=one.known()) for one in groups]
-        own = groups[group.number]
+        own = groups[group.number].of_heads(due.shape[1])
         before, unused = own.choices(groups[group.like])
         empty_heads = unused.expand_as(every) if before is not None and bool(unused.any()) else None
         packed = group.codec.pack(*flat, before, query_energy, every, empty_heads)
@@ -113,11 +140,6 @@ class QuantisedLayer(CompressedLayer):
         groups[group.number] = own.extended(new, rest, due, self.schedule.received, count)
         super().evict((rest >= 0) & ~due, (keys, values), lengths)
         self._join(groups, self.packed.dequantised)
-        known = replaced.get(id(old))
-        if known is not None:
-            self.index = known[1]
-        elif old.index.dim() == 2:
-            replaced[id(old)] = (old, self.index)
 
     def too_few(self, group: TokenGroup, eligible: Eligible) -> bool:
         """Whether the host knows that too few tokens are in full precision for any of a group to be packed."""

@@ -53,6 +53,13 @@ class PackedGroup:
             places = self.pages.lengths()[:, : live.shape[1]]
         return Held(*torch.stack([places, live]).cpu().unbind())
 
+    def of_heads(self, heads: int) -> PackedGroup:
+        """The same with an index for each of ``heads``, where all had one."""
+        if self.index.shape[1] == heads:
+            return self
+        held = None if self.held is None else Held(*(x.expand(-1, heads) for x in self.held))
+        return replace(self, index=self.index.expand(-1, heads, -1), held=held)
+
     def choices(self, like: PackedGroup) -> tuple[Pages | None, Tensor]:
         """The pages whose channels the next tokens of each head share, and the heads that have none, ``[B, 1 or Hkv]`` bool on
         the CPU. A head that has packed nothing in this group has the channels of the group ``like`` it."""

@@ -105,6 +105,7 @@ CHOICES: Mapping[str, Mapping[str, float | None]] = {
     },
     "eviction_error": {"none": None, "exact": None, "fast": None},
     "budget_in": {"keys": None, "bytes": None},
+    "rest": dict.fromkeys(("evict", "int2", "int4", "int8", "turbo2", "turbo3", "turbo4", "fp8")),
     "protect": {"separators": None, "question": None},
 }
 
@@ -150,6 +151,10 @@ class CacheOptions(Method):
     protect : keys that always stay: visual keys without a cell (``separators``), text after the last picture (``question``).
     budget_in : ``keys``, or ``bytes``: ``retain`` is then the share of the bytes that the keys and values of the model would
         take. As the codec of the recipe packs them in fewer bits, so many more of them stay.
+    rest : what becomes of the keys that do not stay at the end of a prompt. ``evict``: they are dropped. Else they are demoted:
+        they stay in few bits, and a step reads both. ``int2``, ``int4``, ``int8``: keys in groups of 32 tokens per channel,
+        values per token, as by :class:`kivi`; ``turbo2``, ``turbo3``, ``turbo4``: rotated, as by :class:`turboquant`; ``fp8``.
+        What is demoted is not quantised again and stays for good; ``retain`` says how many keys stay as they are.
     joint : text and visual keys share one budget, which is then ``retain`` of all keys.
     close_gaps : give the keys that stay consecutive positions, and what follows the positions behind them, as the
         ``KeyRerotationPress`` of kvpress does: keys are turned by the difference. All heads of all layers must keep as many
@@ -192,6 +197,7 @@ class CacheOptions(Method):
     eviction_error: str = "none"
     merge_share: float = 1.0
     budget_in: str = "keys"
+    rest: str = "evict"
     joint: bool = False
     close_gaps: bool = False
     text_policy: str = ""
@@ -202,8 +208,10 @@ class CacheOptions(Method):
         super().__post_init__()
         if self.age != ():
             object.__setattr__(self, "age", check_age(self.age, f"age` of `{self.name}"))
-        for option in ("layer_budget", "head_budget", "compact", "eviction_error", "budget_in"):
+        for option in ("layer_budget", "head_budget", "compact", "eviction_error", "budget_in", "rest"):
             self.choice(option)
+        if self.rest != "evict":
+            self._check_rest()
         for kind in self.protect:
             if kind not in CHOICES["protect"]:
                 raise MmaccelError(f"protect={kind!r} is unknown; it can be {' or '.join(CHOICES['protect'])}.")
@@ -231,6 +239,31 @@ class CacheOptions(Method):
                 f"{option}={getattr(self, option)!r} must end in a number from {least:g} to {most:g}, as 'pyramid:20'."
             )
         return name, value
+
+    def _check_rest(self) -> None:
+        """Refuse what evicts or merges keys that ``rest`` keeps."""
+        if self.scheduled:
+            raise MmaccelError(
+                f"rest={self.rest!r} keeps all keys of a prompt, and every and cap evict some while decoding; leave out one."
+            )
+        if self.age:
+            raise MmaccelError(f"rest={self.rest!r} keeps all keys of a prompt, and age evicts some later; leave out one.")
+        if self.compact != "evict":
+            raise MmaccelError(
+                f"rest={self.rest!r} keeps in few bits the keys that compact={self.compact!r} merges; leave out one."
+            )
+        if self.close_gaps:
+            raise MmaccelError(f"rest={self.rest!r} keeps all keys, so that close_gaps finds no gaps; leave out one.")
+
+    def rest_codec(self) -> Method | None:
+        """The codec of the keys that do not stay; None where they are evicted."""
+        if self.rest == "evict":
+            return None
+        name, bits = self.rest[:-1], int(self.rest[-1])
+        if name == "fp":
+            return get_method("fp8")()
+        page = 128 if bits == 3 else 64
+        return get_method("kivi" if name == "int" else "turboquant")(bits=bits, page=page, residual=0)
 
     @property
     def divides_heads(self) -> bool:
@@ -309,6 +342,10 @@ class Policy(CacheOptions):
             )
         if self.age and (self.budget == "none" or self.recalls):
             raise MmaccelError(f"{self.name} keeps all keys, so that pictures have no budget by age; leave out age.")
+        if self.recalls and self.rest != "evict":
+            raise MmaccelError(
+                f"{self.name} chooses what a step reads and evicts nothing, so rest={self.rest!r} has no keys; leave it out."
+            )
 
     def check(self, family: ModelFacts) -> None:
         """Raise :class:`MmaccelError` where options cannot be combined."""
@@ -326,6 +363,8 @@ class Policy(CacheOptions):
         layers, heads = self.choice("layer_budget")[0], self.choice("head_budget")[0]
         if self.recalls:
             return None
+        if self.rest != "evict":
+            return f"packs the other keys when all of the prompt has read them (rest={self.rest!r})"
         if self.deferred:
             return "evicts keys when all layers have read the prompt"
         if self.future:

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..errors import MmaccelError
 from .keys import KeyBatch, Policy
 
 #: the tensors that a frame's keys or values are parked as
@@ -50,6 +51,12 @@ class RecallPolicy(Policy):
     window: int = 32
     contiguous: bool = True
     while_reading: bool = False
+
+    def _check_rest(self) -> None:
+        """Refuse ``rest``: frames are parked as they are stored."""
+        raise MmaccelError(
+            f"{self.name} parks frames as they are stored, which rest={self.rest!r} changes; leave out rest."
+        )
 
     @abstractmethod
     def rate(self, query: Tensor, frames: Tensor) -> Tensor:

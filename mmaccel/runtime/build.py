@@ -125,6 +125,9 @@ def plan_model(
             f"{', '.join(at_work)}: at work in the {len(family.attending)} of {family.depth} layers that have attention; the "
             "others keep no keys, and what was evicted stays in their states"
         )
+    rests = ((stage.number, stage.method.rest_codec()) for stage in _of(Policy, stages))
+    rest = next(((number, codec) for number, codec in rests if isinstance(codec, Codec)), None)
+    groups = token_groups({stage.number: stage.method for stage in _of(Codec, stages)}, rest)
     at_layer = _stage_at_layer(recipe, _of(LayerMethod, stages), family, notes)
     _check_gaps(recipe, stages, family, offload)
     notes += cautions(family, recipe)
@@ -136,8 +139,8 @@ def plan_model(
         kernels=checked_kernels(kernels),
         offload=checked_offload(offload),
         stage_at_layer=at_layer,
-        token_groups=token_groups({stage.number: stage.method for stage in _of(Codec, stages)}),
-        key_biases=key_biases(family) if any(isinstance(stage.method, Codec) for stage in stages) else {},
+        token_groups=groups,
+        key_biases=key_biases(family) if groups else {},
         text_towers={
             name: _text_tower(stage.method, name, family, processor)
             for stage in _of(TokenMethod, stages)
@@ -413,7 +416,7 @@ def _runs_behind(call: Call[ModelPlan], forward: Continuation) -> Iterator[Run]:
     if plan.policy is not None and plan.policy.method.decodes and not call.inputs.reads_all:
         policy = _policy(call, forward, state)
         yield policy
-    if plan.token_groups:
+    if any(group.of != "rest" for group in plan.token_groups):
         yield PackKeys(forward, state, policy)
     yield ContinueText(forward)
     if plan.policy is not None and isinstance(plan.policy.method, DualChunkAttention):

@@ -212,13 +212,14 @@ class Codec(Method):
 class TokenGroup:
     """Tokens that are packed alike, in pages of their own.
 
-    codec : how. of : which they are; ``salient`` ones are some of the visual ones of a prompt.
+    codec : how. of : which they are; ``salient`` ones are some of the visual ones of a prompt, the ``rest`` is what a policy
+        does not keep.
     source : the codec of the recipe that this is of, and its stage.
     number : counted from 0. like : the group whose choices for a prompt, such as that of channels, are made for this one too.
     """
 
     codec: Codec
-    of: Literal["all", "visual", "text", "salient"]
+    of: Literal["all", "visual", "text", "salient", "rest"]
     source: Codec
     stage: int
     number: int
@@ -230,8 +231,9 @@ def _bits(format: Format) -> float:
     return (format.levels - 1).bit_length() + (32 if format.affine else 16) / format.group
 
 
-def token_groups(codecs: Mapping[int, Codec]) -> tuple[TokenGroup, ...]:
-    """Every token group that the codecs of a recipe, by stage, tell apart."""
+def token_groups(codecs: Mapping[int, Codec], rest: tuple[int, Codec] | None = None) -> tuple[TokenGroup, ...]:
+    """Every token group that the codecs of a recipe, by stage, tell apart; and that of the ``rest``, what a policy does not
+    keep, by its stage and with its codec."""
     out: list[TokenGroup] = []
     for stage, codec in codecs.items():
         of: Literal["all", "visual", "text"] = "visual" if codec.visual_only else "text" if codec.text_only else "all"
@@ -241,6 +243,8 @@ def token_groups(codecs: Mapping[int, Codec]) -> tuple[TokenGroup, ...]:
         out.append(TokenGroup(codec, of, codec, stage, number, number))
         if better is not None:
             out.append(TokenGroup(better, "salient", codec, stage, number + 1, number))
+    if rest is not None:
+        out.append(TokenGroup(rest[1], "rest", rest[1], rest[0], len(out), len(out)))
     return tuple(out)
 
 

@@ -85,6 +85,8 @@ class Evictor:
 
     def _evicting(self, layers: LayerBatch, kept: Tensor, lengths: Tensor, old: int) -> Asking:
         """Evict from ``layers``; where keys are packed the host must know more first."""
+        if self.rules.rest is not None:
+            self.schedule.state.note_rotations(self.prompt.incoming)
         yield from self.rules.evicting(layers, kept, lengths, old)
         for layer in layers.layers:
             self.done.append(layer.number)

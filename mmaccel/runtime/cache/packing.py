@@ -23,7 +23,6 @@ from ...core.stats import Stage as StageStats
 from ...kv.cache import CacheState
 from ...kv.codecs import Codec, Eligible, TokenGroup
 from ...kv.index import KeyIndex
-from ...kv.key_bias import Rotations
 from ...kv.packed import QuantisedLayer
 from ...kv.scoring.importance import energy
 from ...kv.shared import Shared
@@ -73,12 +72,12 @@ class PackKeys(Run):
 
     def __init__(self, forward: Forward, state: CacheState, policy: CachePolicy | None) -> None:
         self.forward, self.state, self.policy = forward, state, policy
-        self.groups = forward.plan.token_groups
+        self.groups = [group for group in forward.plan.token_groups if group.of != "rest"]
         self.now = forward.seen + forward.length
         self.times = state.shared.memory(PackTimes) or state.shared.keep(PackTimes())
         #: the rows that had something to pack, while decoding
         self.packed: set[int] = set()
-        self.window = self.last_queries = max(group.codec.window for group in self.groups)
+        self.window = self.last_queries = max((group.codec.window for group in self.groups), default=0)
         self.salient: Tensor | None = None
         self.query_energy: dict[int, Tensor] = {}
         self.waiting: list[QuantisedLayer] = []
@@ -107,31 +106,12 @@ class PackKeys(Run):
     def after_attention(self, layer: LayerAttended) -> None:
         """Pack the layers from which nothing is evicted any more."""
         number, query = layer.number, layer.query
-        self._note_rotations()
+        self.state.note_rotations(self.forward.incoming)
         if self.window and self.looks:
             places = self.forward.phase(number).places.to(query.device, non_blocking=True)
             real = places[:, -self.window :] >= 0
             self.query_energy[number] = energy(query[:, :, -self.window :], real, layer.key.shape[1])
         self._pack_timed([number] if self.policy is None else self.policy.released(number), query.device)
-
-    def _note_rotations(self) -> None:
-        """Keep with the cache what tokens of this forward are turned by, before any key is packed without its bias."""
-        incoming, state = self.forward.incoming, self.state
-        noted, incoming.rotations = incoming.rotations, None
-        if noted is None:
-            return
-        cos, sin, before = noted
-        places = incoming.phases[0][1].places.to(cos.device, non_blocking=True)
-        # tokens that come back stand before the others, and were noted with their prompt
-        places = places[:, -cos.shape[1] :]
-        if cos.dim() != 3 or cos.shape[1] != places.shape[1] or cos.shape[2] != state.layers[0].keys.shape[3]:
-            return
-        memory = state.shared.memory(Rotations)
-        if memory is None:
-            memory = state.shared.keep(Rotations.none(cos.expand(len(places), -1, -1)))
-        # what was packed before the first note was packed with its bias
-        late = not memory.cos.shape[1] and any(layer.packed.any_pages for layer in state.layers)
-        memory.note(cos, sin, places, incoming.seen, incoming.length, None if late else before)
 
     def finish(self) -> None:
         """Pack the layers that waited for the end of the forward, and add them to the statistics."""
@@ -180,7 +160,7 @@ class PackKeys(Run):
             looks = [one or new for one, new in zip(looks, forward.layout.visual.any(1).tolist(), strict=True)]
         if (text := self.state.shared.places.text_rows) is not None:
             looks = [one and not bare for one, bare in zip(looks, text.tolist(), strict=True)]
-        later = self.now + max(group.codec.residual + group.codec.page for group in self.groups)
+        later = self.now + max((group.codec.residual + group.codec.page for group in self.groups), default=0)
         self.times.at = [later if one else at for one, at in zip(looks, before, strict=True)]
         return looks
 

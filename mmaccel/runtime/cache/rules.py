@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...core.budget import Retain
+from ...errors import MmaccelError
 from ...families.base import Family
+from ...kv.codecs import TokenGroup
 from ...kv.layer_batch import Asking, LayerBatch
 from ...kv.merge import merge
 from ...kv.scoring.importance import outgoing_norm
@@ -22,7 +25,9 @@ class CacheRules:
 
     retain, text_retain : the budgets of visual keys (of all keys if the policy is ``joint``) and of text; None: no budget.
     family : of the model. depth : how many of its layers have attention, and keys in the cache.
-    more : by how much more keys stay than the budget says, since a codec packs them.
+    bits : share of the bytes of a key that one takes which stays, and one which does not: 1 and 0 unless the budget is of
+        bytes.
+    rest : the group of the keys that do not stay, which are packed; None where they are evicted.
     """
 
     policy: Policy
@@ -30,22 +35,41 @@ class CacheRules:
     text_retain: Retain | None
     family: Family
     depth: int
-    more: float = 1.0
+    bits: tuple[float, float] = (1.0, 0.0)
+    rest: TokenGroup | None = None
 
     @staticmethod
     def of(plan: ModelPlan, stage: PlannedStage[Policy], depth: int) -> CacheRules:
         """The cache stage of a plan, for a cache of ``depth`` layers."""
         given = stage.method, stage.retain, plan.recipe.text_retain, plan.family, depth
-        return CacheRules(*given, _more(plan) if stage.method.budget_in == "bytes" else 1.0)
+        rest = next((group for group in plan.token_groups if group.of == "rest"), None)
+        return CacheRules(*given, _bits(plan) if stage.method.budget_in == "bytes" else (1.0, 0.0), rest)
 
     @property
     def visual_retain(self) -> Retain | None:
-        """The budget in keys."""
-        if self.retain is None or self.more == 1:
+        """The budget in keys.
+
+        Raises
+        ------
+        MmaccelError
+            If the keys that do not stay take up the budget alone.
+        """
+        stays, rest = self.bits
+        if self.retain is None or self.bits == (1, 0):
             return self.retain
         if isinstance(self.retain, int):
-            return int(self.retain * self.more)
-        return min(1.0, self.retain * self.more)
+            if rest:
+                raise MmaccelError(
+                    f"retain={self.retain} is a number of keys, and rest={self.policy.rest!r} with budget_in='bytes' needs a "
+                    "share: give a share from 0 to 1, or leave out budget_in."
+                )
+            return int(self.retain / stays)
+        if self.retain <= rest or stays <= rest:
+            raise MmaccelError(
+                f"retain={self.retain:g} leaves no bytes for keys that stay: with rest={self.policy.rest!r} the others take "
+                f"{rest:.3g} of the bytes of all, and one that stays {stays:.3g} of its own; retain more, or fewer bits."
+            )
+        return min(1.0, (self.retain - rest) / (stays - rest))
 
     def outgoing(self, number: int, values: Tensor) -> Tensor | None:
         """Norms of ``values [B, Hkv, K, D]`` of layer ``number`` of the cache behind its output projection, if the policy looks
@@ -56,8 +80,13 @@ class CacheRules:
         return outgoing_norm(values, weight.detach().unflatten(1, (-1, values.shape[3])))
 
     def evicting(self, together: LayerBatch, kept: Tensor, lengths: Tensor | None = None, old: int = 0) -> Asking:
-        """Evict, or merge, the keys that are not ``kept [R, Hkv or 1, K]``; the first ``old`` slots take no part in a merge,
-        nor do packed keys, which would be quantised again. For ``lengths`` see :meth:`.layer.CompressedLayer.evict`."""
+        """Evict, merge or pack the keys that are not ``kept [R, Hkv or 1, K]``; the first ``old`` slots take no part in a
+        merge, nor do packed keys, which would be quantised again. For ``lengths`` see :meth:`.layer.CompressedLayer.evict`."""
+        if self.rest is not None:
+            # what a schedule evicts is refused, so that the host knows the lengths
+            assert lengths is not None
+            together.demote(self.rest, kept, lengths)
+            return
         asked = together.needed_on_host(kept)
         known = (yield asked) if asked else None
         how, decay = self.policy.choice("compact")
@@ -89,10 +118,12 @@ class CacheRules:
         together.evict(kept, (merged.keys, merged.values), lengths, known)
 
 
-def _more(plan: ModelPlan) -> float:
-    """The bits of a number of the model over those of one that its visual keys are packed in."""
-    codec = next((group.codec for group in plan.token_groups if group.of != "text"), None)
-    if codec is None:
-        return 1.0
-    layer = plan.family.attending[0]
-    return max(1.0, torch.finfo(plan.family.model.dtype).bits / codec.packed_bits(plan.family.heads_in(layer)[1]))
+def _bits(plan: ModelPlan) -> tuple[float, float]:
+    """The bits of a number of visual keys that stay, and of those that do not, over the bits of a number of the model."""
+    bits, width = torch.finfo(plan.family.model.dtype).bits, plan.family.heads_in(plan.family.attending[0])[1]
+
+    def share(kinds: Sequence[str], otherwise: float) -> float:
+        codec = next((group.codec for group in plan.token_groups if group.of in kinds), None)
+        return otherwise if codec is None else min(1.0, codec.packed_bits(width) / bits)
+
+    return share(("all", "visual", "salient"), 1.0), share(("rest",), 0.0)
