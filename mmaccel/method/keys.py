@@ -151,8 +151,8 @@ class CacheOptions(Method):
     protect : keys that always stay: visual keys without a cell (``separators``), text after the last picture (``question``).
     budget_in : ``keys``, or ``bytes``: ``retain`` is then the share of the bytes that the keys and values of the model would
         take. As the codec of the recipe packs them in fewer bits, so many more of them stay.
-    rest : what becomes of the keys that do not stay at the end of a prompt. ``evict``: they are dropped. Else they are demoted:
-        they stay in few bits, and a step reads both. ``int2``, ``int4``, ``int8``: keys in groups of 32 tokens per channel,
+    rest : how keys are treated that do not stay at the end of a prompt. ``evict`` drops them. All others demote them: they
+        are stored in few bits, and a step reads both kinds. ``int2``, ``int4``, ``int8``: keys in groups of 32 tokens per channel,
         values per token, as by :class:`kivi`; ``turbo2``, ``turbo3``, ``turbo4``: rotated, as by :class:`turboquant`; ``fp8``.
         What is demoted is not quantised again and stays for good; ``retain`` says how many keys stay as they are.
     joint : text and visual keys share one budget, which is then ``retain`` of all keys.
