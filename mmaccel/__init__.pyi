@@ -49,9 +49,11 @@ from .frames.uniform import UniformFrames as UniformFrames
 from .kv.codecs.calibquant import CalibQuant as CalibQuant
 from .kv.codecs.fp8 import FP8 as FP8
 from .kv.codecs.kivi import KIVI as KIVI
+from .kv.codecs.qserve import QServe as QServe
 from .kv.codecs.think import ThinK as ThinK
 from .kv.codecs.turboquant import TurboQuant as TurboQuant
 from .kv.codecs.vidkv import VidKV as VidKV
+from .kv.codecs.zipcache_codec import ZipCacheCodec as ZipCacheCodec
 from .kv.policies.a2sf import A2SF as A2SF
 from .kv.policies.capkv import CapKV as CapKV
 from .kv.policies.clusterkv import ClusterKV as ClusterKV
@@ -104,6 +106,7 @@ from .kv.policies.vatp import VATP as VATP
 from .kv.policies.visionpulse import VisionPulse as VisionPulse
 from .kv.policies.vl_cache import VLCache as VLCache
 from .kv.policies.windowkv import WindowKV as WindowKV
+from .kv.policies.zipcache_tokens import ZipCacheTokens as ZipCacheTokens
 from .layers.aim import AimPageRank as AimPageRank
 from .layers.apet import ApETStep as ApETStep
 from .layers.clse import CLSE as CLSE

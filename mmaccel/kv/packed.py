@@ -130,12 +130,15 @@ class QuantisedLayer(CompressedLayer):
         flat = compact(coded, values, due.expand(-1, keys.shape[1], -1), total=int(every.sum()))
         empty = None if self.schedule.received is None else self.schedule.received[..., :0]
         none = Held(torch.zeros_like(count), torch.zeros_like(count))
-        groups += [PackedGroup(None, rest[..., :0], empty, none)] * (group.number + 1 - len(groups))
+        groups += [PackedGroup(None, rest[..., :0], empty, none)] * (max(group.number, group.like) + 1 - len(groups))
         groups = [replace(one, held=one.known()) for one in groups]
         own = groups[group.number].of_heads(due.shape[1])
         before, unused = own.choices(groups[group.like])
         empty_heads = unused.expand_as(every) if before is not None and bool(unused.any()) else None
-        packed = group.codec.pack(*flat, before, query_energy, every, empty_heads)
+        peak = None
+        if group.codec.sees_all_values and int(count.sum()) < int((lengths + count).sum()):
+            peak = values.float().abs().masked_fill((rest < 0)[..., None], 0.0).amax(2)
+        packed = group.codec.pack(*flat, before, query_energy, every, empty_heads, peak)
         new = check_type(group.codec, "pack()", packed, Pages)
         groups[group.number] = own.extended(new, rest, due, self.schedule.received, count)
         super().evict((rest >= 0) & ~due, (keys, values), lengths)

@@ -70,13 +70,11 @@ class PackedGroup:
             return self.pages, unused
         theirs = unused & (like.known().live > 0)
         heads = to_device(theirs.expand(-1, self.pages.heads), self.index.device).flatten()[:, None]
-        planes = [
-            mine
-            if mine.channels is None or other.channels is None
-            else replace(mine, channels=torch.where(heads, other.channels, mine.channels))
-            for mine, other in zip(self.pages.keys, like.pages.keys, strict=True)
+        sides = [
+            tuple(_with_choices(*pair, heads) for pair in zip(mine, other, strict=True))
+            for mine, other in ((self.pages.keys, like.pages.keys), (self.pages.values, like.pages.values))
         ]
-        return replace(self.pages, keys=tuple(planes)), unused & ~theirs
+        return replace(self.pages, keys=sides[0], values=sides[1]), unused & ~theirs
 
     def extended(self, new: Pages, index: Tensor, due: Tensor, received: Tensor | None, count: Tensor) -> PackedGroup:
         """With ``new`` pages behind: the tokens ``due [B, 1 or Hkv, R]`` of those with this index and these figures, ``count
@@ -132,6 +130,15 @@ class PackedGroup:
         pages = self.pages.cropped(lengths.expand(-1, self.pages.heads))
         received = None if self.received is None else self.received[..., :width]
         return PackedGroup(pages, self.index.masked_fill(~stays, -1)[..., :width], received)
+
+
+def _with_choices(plane: Plane, other: Plane, heads: Tensor) -> Plane:
+    """A plane with the channels and factors of another one in some ``heads [B Hkv, 1]`` bool, where both have some."""
+
+    def chosen(mine: Tensor | None, theirs: Tensor | None) -> Tensor | None:
+        return mine if mine is None or theirs is None else torch.where(heads, theirs, mine)
+
+    return replace(plane, channels=chosen(plane.channels, other.channels), factor=chosen(plane.factor, other.factor))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,13 +1,12 @@
 """ZipVL: as many tokens stay as hold most of the attention, so that every prompt and layer has a number of its own."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from ..core.reduction import Reduction, top_mask
 from ..method import LayerAttention, LayerMethod, TokenBatch, register
 from ..method.blocks import row_blocks
+from ..method.probes import probing
 
 
 @register
@@ -62,31 +61,7 @@ class ZipVL(LayerMethod):
 
     def asked(self, attention: LayerAttention) -> LayerAttention:
         """The attention of the probes alone."""
-        rows, keys = attention.query.shape[2], attention.key.shape[2]
-        at, device = torch.arange(rows, device=attention.query.device), attention.query.device
-        if attention.visible is None:
-            real = torch.ones(len(attention.text), rows, dtype=torch.bool, device=device)
-            visible = (torch.arange(keys, device=device) <= at[:, None] + keys - rows).expand(len(real), 1, -1, -1)
-        else:
-            real, visible = attention.visible[:, 0].any(-1), attention.visible
-        # counted from the end, where padding is not
-        length = real.sum(1, keepdim=True)
-        step = torch.arange(self.probes, device=device)
-        spread = self.probes + step * (length - self.probes) // self.probes
-        chosen = rows - 1 - torch.cat([step.expand(len(real), -1), spread], 1)
-        # a short prompt has fewer; a key that is asked for twice counts once
-        first = torch.cat([torch.ones_like(chosen[:, :1]).bool(), chosen[:, 1:] < chosen[:, :-1]], 1)
-        first &= chosen >= rows - length
-        chosen = chosen.clamp(min=0)
-        wide = chosen[:, None, :, None]
-        return replace(
-            attention,
-            query=attention.query.gather(2, wide.expand(-1, attention.query.shape[1], -1, attention.query.shape[3])),
-            visible=visible.gather(2, wide.expand(-1, visible.shape[1], -1, keys)) & first[:, None, :, None],
-            text=attention.text.gather(1, chosen),
-            prepared={},
-            memo={},
-        )
+        return probing(attention, self.probes, lambda length: torch.full_like(length, self.probes))
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``probe_attention``, ``probe_mean [N, n]``, ``count [N]`` -> the highest."""

@@ -105,9 +105,28 @@ CHOICES: Mapping[str, Mapping[str, float | None]] = {
     },
     "eviction_error": {"none": None, "exact": None, "fast": None},
     "budget_in": {"keys": None, "bytes": None},
-    "rest": dict.fromkeys(("evict", "int2", "int4", "int8", "turbo2", "turbo3", "turbo4", "fp8")),
+    "rest": dict.fromkeys(
+        (
+            "evict",
+            "int2",
+            "int4",
+            "int8",
+            "turbo2",
+            "turbo3",
+            "turbo4",
+            "smooth2",
+            "smooth4",
+            "smooth8",
+            "zip2",
+            "zip4",
+            "fp8",
+        )
+    ),
     "protect": {"separators": None, "question": None},
 }
+
+#: the codecs of ``rest``
+_REST = {"int": "kivi", "turbo": "turboquant", "smooth": "qserve", "zip": "zipcache-codec"}
 
 #: the range of that number where it is not a share, from 0 to 1
 LIMITS: Mapping[str, tuple[float, float]] = {"pyramid": (0.5, 1e6), "kvpress": (0.5, 1e6)}
@@ -152,9 +171,11 @@ class CacheOptions(Method):
     budget_in : ``keys``, or ``bytes``: ``retain`` is then the share of the bytes that the keys and values of the model would
         take. As the codec of the recipe packs them in fewer bits, so many more of them stay.
     rest : how keys are treated that do not stay at the end of a prompt. ``evict`` drops them. All others demote them: they
-        are stored in few bits, and a step reads both kinds. ``int2``, ``int4``, ``int8``: keys in groups of 32 tokens per channel,
-        values per token, as by :class:`kivi`; ``turbo2``, ``turbo3``, ``turbo4``: rotated, as by :class:`turboquant`; ``fp8``.
-        What is demoted is not quantised again and stays for good; ``retain`` says how many keys stay as they are.
+        are stored in few bits, and a step reads both kinds. ``int2``, ``int4``, ``int8``: keys per channel in groups of 32
+        tokens, and values per token, as by ``kivi``; ``turbo2``, ``turbo3``, ``turbo4``: rotated, as by ``turboquant``;
+        ``smooth2``, ``smooth4``, ``smooth8``: per token, with balanced channels of keys, as by ``qserve``; ``zip2``, ``zip4``:
+        as by ``zipcache-codec``; ``fp8``. What is demoted is not quantised again and stays for good; ``retain`` says how many
+        keys stay as they are.
     joint : text and visual keys share one budget, which is then ``retain`` of all keys.
     close_gaps : give the keys that stay consecutive positions, and what follows the positions behind them, as the
         ``KeyRerotationPress`` of kvpress does: keys are turned by the difference. All heads of all layers must keep as many
@@ -259,11 +280,12 @@ class CacheOptions(Method):
         """The codec of the keys that do not stay; None where they are evicted."""
         if self.rest == "evict":
             return None
-        name, bits = self.rest[:-1], int(self.rest[-1])
-        if name == "fp":
+        if self.rest == "fp8":
             return get_method("fp8")()
-        page = 128 if bits == 3 else 64
-        return get_method("kivi" if name == "int" else "turboquant")(bits=bits, page=page, residual=0)
+        name, bits = self.rest[:-1], int(self.rest[-1])
+        # codes of three bits fill pages of 128 tokens
+        options = {"bits": bits, "page": 128 if bits == 3 else 64, "residual": 0}
+        return get_method(_REST[name])(**options).by("official" if self.official else "exact")
 
     @property
     def divides_heads(self) -> bool:

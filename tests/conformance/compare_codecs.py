@@ -16,8 +16,11 @@ from mmaccel_kernels.pages import Format, Pages, Plane, matrix, pack, rotate, un
 from mmaccel_kernels.pages import rotation as rotations
 from torch import Tensor
 
-from mmaccel.kv.codecs.base import Codec
+from mmaccel.kv.cache import CacheState
+from mmaccel.kv.codecs.base import Codec, Eligible, token_groups
+from mmaccel.kv.index import KeyIndex
 from mmaccel.kv.scoring.importance import energy
+from mmaccel.method import LayerAttention
 
 
 def fields(words: Tensor, bits: int) -> Tensor:
@@ -427,12 +430,70 @@ def turboquant_books(params: Params, arrays: Arrays) -> None:
 _CACHE = "QuantizedCacheVLM._quantize_key/_quantize_value/_dequantize_*"
 _KIVI = "quant_and_pack_kcache / quant_and_pack_vcache / unpack_and_dequant_* / triton_quantize_and_pack_along_last_dim"
 
+
+def zipcache(params: Params, arrays: Arrays) -> None:
+    """Both classes of a prompt, as the cache packs them: what is not salient first, then the others."""
+    more, less = params["bits_important"], params["bits_unimportant"]
+    k, v = (arrays[name].reshape(1, *arrays[name].shape[-3:]) for name in ("in_k", "in_v"))
+    _, heads, tokens, width = k.shape
+    policy = make("zipcache-tokens", rest=f"zip{less}")
+    if "in_q_probe" in arrays:
+        seen = torch.arange(tokens) <= arrays["in_probe_ids"][:, None]
+        text = torch.ones(1, len(seen), dtype=torch.bool)
+        saliency = policy.saliency(LayerAttention(arrays["in_q_probe"], k, seen[None, None], width**-0.5, text))
+        close(saliency, arrays["out_saliency"])
+    else:
+        saliency = arrays["in_saliency"].reshape(1, heads, tokens)
+    low = int(params["unimportant_ratio"] * tokens)
+    lowest = saliency.argsort(dim=-1, stable=True)[..., :low].sort(-1).values
+    kept = torch.ones(1, heads, tokens, dtype=torch.bool).scatter(2, lowest, False)
+    if "in_unimportant" in arrays:
+        assert torch.equal(lowest, arrays["in_unimportant"].sort(-1).values)
+        lowest = arrays["in_unimportant"]
+    # which tokens of heads share steps depends on the order of those that are not salient
+    salient = kept.nonzero()[:, 2].view(1, heads, tokens - low)
+    at = torch.cat([lowest, salient], dim=-1)[..., None].expand(-1, -1, -1, width)
+    layer = CacheState(1).layers[0]
+    layer.index = KeyIndex(torch.zeros(1, 0, dtype=torch.int32), False, 0)
+    layer.update(k.gather(2, at), v.gather(2, at))
+    first = (torch.arange(tokens) >= low).expand(1, heads, -1)
+    groups = token_groups({0: make("zipcache-codec", bits=more)}, (1, policy.rest_codec()))
+    layer.demote(groups[1], first, torch.full((1, heads), tokens - low))
+    layer.pack(groups[0], Eligible(torch.ones(1, tokens, dtype=torch.bool), 0, False), {})
+    assert layer.width == len(layer.index)
+    places = layer.index.by_head.long()
+    order = places.masked_fill(places < 0, tokens).argsort(dim=-1, stable=True)[..., :tokens, None]
+    for ours, side in zip(layer.stored(), "kv", strict=True):
+        name = f"out_{side}_dequant" if f"out_{side}_dequant" in arrays else f"out_{side}"
+        ours = torch.empty_like(ours).scatter(2, at, ours.gather(2, order.expand(-1, -1, -1, width)))
+        close(ours.view(arrays[name].shape), arrays[name])
+    scale = arrays.get("out_v_channel_scale", arrays.get("out_channel_scale"))
+    for number, (bits, which) in enumerate(((more, "imp"), (less, "unimp"))):
+        pages = layer.packed.pages[number]
+        assert pages is not None and pages.values[0].factor is not None
+        close(pages.values[0].factor.flatten(), scale.flatten())
+        for (plane,), side in ((pages.keys, "k"), (pages.values, "v")):
+            long = which.replace("imp", "important")
+            theirs = arrays.get(f"out_{side}_{which}_code", arrays.get(f"out_{side}_codes_{long}"))
+            if theirs is None:
+                continue
+            there = torch.arange(pages.page) < pages.count[:, None]
+            flat = unpack(plane.codes, plane.format, pages.page, pages.tile)[there].view(heads, -1, width)
+            row = flat.transpose(0, 1).flatten(1).int()
+            parts = [theirs.view(len(row), -1).int() >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+            assert torch.equal(row, torch.cat(parts, dim=1))
+
+
 _PACKAGE = "Alberto-Codes/turboquant-vllm (PyPI turboquant-vllm)"
+_BY_CHANNEL = "true_mixedprec_compress_channelwise"
+_BY_TOKEN = "true_channel_separate_mixedprec_tokenwise_compress"
 _VLLM = "triton_turboquant_store, _tq_full_dequant_kv, _tq_decode_stage1"
 
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("jy-yuan/KIVI", _KIVI): kivi,
     ("insuhan/calibquant", "quant"): calibquant,
+    ("ThisisBillhe/ZipCache", f"{_BY_CHANNEL} / {_BY_TOKEN} (+ decompress)"): zipcache,
+    ("ThisisBillhe/ZipCache", f"{_BY_CHANNEL}, {_BY_TOKEN} and their decompress functions"): zipcache,
     ("SalesforceAIResearch/ThinK", "key_pruner_query_driven"): think,
     ("NVIDIA/kvpress", "ThinKPress.compress"): think_kvpress,
     (_PACKAGE, "TurboQuantMSE.quantize, .dequantize"): turboquant_mse,

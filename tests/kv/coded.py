@@ -12,9 +12,11 @@ from mmaccel.kv.codecs import Codec, token_groups
 from mmaccel.kv.codecs.calibquant import CalibQuant
 from mmaccel.kv.codecs.fp8 import FP8
 from mmaccel.kv.codecs.kivi import KIVI
+from mmaccel.kv.codecs.qserve import QServe
 from mmaccel.kv.codecs.think import ThinK
 from mmaccel.kv.codecs.turboquant import TurboQuant
 from mmaccel.kv.codecs.vidkv import VidKV
+from mmaccel.kv.codecs.zipcache_codec import ZipCacheCodec
 from mmaccel.kv.index import KeyIndex
 from mmaccel.kv.packed import QuantisedLayer
 from mmaccel.runtime.cache.packing import eligible_of
@@ -37,6 +39,10 @@ SMALL = (
     TurboQuant(page=32, bits=2, value_bits=3.5, correct=False),
     TurboQuant(page=16, bits=4, value_bits=3, values="uniform"),
     TurboQuant(page=16, bits=4, sketch=True),
+    QServe(page=16),
+    QServe(page=32, bits=8, residual=8, smooth=0.0),
+    ZipCacheCodec(page=16),
+    ZipCacheCodec(page=16, bits=8),
 )
 #: codecs that tell kinds of tokens apart
 SEVERAL = (

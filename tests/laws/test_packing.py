@@ -33,6 +33,8 @@ CODECS: dict[str, Recipe] = {
     "vidkv": recipe_of("vidkv", page=32),
     "vidkv, waves": recipe_of("vidkv", page=32, fourier=True, protect=0.3),
     "calibquant": recipe_of("calibquant", page=16),
+    "qserve": recipe_of("qserve", page=16),
+    "zipcache-codec": recipe_of("zipcache-codec", page=16),
     "text apart": Recipe(
         "apart", (Stage("calibquant", None, {"page": 16}), Stage("fp8", None, {"page": 16, "text_only": True}))
     ),

@@ -34,6 +34,7 @@ FORMS: dict[str, Recipe] = {
     "by content": recipe_of("h2o", rest="int4", layer_budget="prefix"),
     "text": Recipe("text", (Stage("h2o", 0.3, {"rest": "int2", "joint": True}),)),
     "with a codec": Recipe("both", (Stage("snapkv", 0.5, {"rest": "int2"}), Stage("fp8", None, {"page": 16}))),
+    "zipcache": recipe_of("zipcache"),
     "with visual ones": Recipe("both", (Stage("h2o", 0.5, {"rest": "turbo2"}), Stage("calibquant", None, {"bits": 8}))),
 }
 

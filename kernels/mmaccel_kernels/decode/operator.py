@@ -96,7 +96,7 @@ def _spread(pages: Pages, tensors: list[Tensor]) -> str:
     """Put every tensor of ``pages`` to ``tensors``, and say all the rest as a literal of Python."""
 
     def plane(of: Plane) -> str:
-        own, form = (of.codes, of.scale, of.zero, of.channels), of.format
+        own, form = (of.codes, of.scale, of.zero, of.channels, of.factor), of.format
         there = ", ".join(str(x is not None) for x in own)
         tensors.extend(x for x in own if x is not None)
         return f"({dataclasses.astuple(form)!r}, {there})"
@@ -112,9 +112,9 @@ def _gathered(layout: str, tensors: list[Tensor]) -> Pages:
     left = iter(tensors)
 
     def plane(form: Any, *there: bool) -> Plane:
-        codes, scale, zero, channels = (next(left) if one else None for one in there)
+        codes, scale, zero, channels, factor = (next(left) if one else None for one in there)
         assert codes is not None and scale is not None
-        return Plane(Format(*form), codes, scale, zero, channels)
+        return Plane(Format(*form), codes, scale, zero, channels, factor)
 
     key_planes, value_planes = (tuple(plane(*of) for of in side) for side in (keys, values))
     count, meta, table, cu_pages = left

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._triton import jit, tl, triton
 from ..launch import Repeated, is_even, workspace
-from ..pages import Format, Pages, Plane, turned_back
+from ..pages import Pages, Plane
 from ..pages.triton import plane
 from . import paged
 from .dense import attend
@@ -70,8 +70,8 @@ def decode_attention_kernel(
         raise ValueError(
             f"query has {query.shape[2]} tokens and the decode kernel takes at most {MAX_QUERIES}; use prefill attention."
         )
-    if pages is not None and (format := pages.values_turned) is not None:
-        return _with_turned_values(query, keys, values, scaling, flat, pages, visible, tail, added, format)
+    if pages is not None and pages.values_turned:
+        return _with_turned_values(query, keys, values, scaling, flat, pages, visible, tail, added)
     # the loop in CUDA C++ takes a positive scale
     by_hand = pages is not None and scaling > 0 and added is None
     found = paged.loop(pages, query, visible is not None) if pages is not None and by_hand else None
@@ -103,14 +103,14 @@ def _with_turned_values(
     visible: Tensor | None,
     tail: Tensor | None,
     added: Tensor | None,
-    format: Format,
 ) -> tuple[Tensor, Tensor]:
-    """The same of pages whose values are rotated: what is found of them is rotated back, and merged with the rest."""
+    """The same of pages whose values are rotated or have factors: what is found of them is rotated back, or multiplied, and
+    merged with the rest."""
     none = keys[:, :, :0], values[:, :, :0]
     found, lse = decode_attention_kernel(
         query, *none, scaling, None, pages.with_values_as_stored(), visible, None, added
     )
-    found = turned_back(found.float(), format).to(query.dtype)
+    found = pages.turned_back(found).to(query.dtype)
     if not keys.shape[2] and flat is None:
         return found, lse
     rest, rest_lse = decode_attention_kernel(query, keys, values, scaling, flat, None, visible, tail)

@@ -53,6 +53,9 @@ orthogonal, so that nothing is undone to attend: ``q . k = waves(q) . waves(k)``
 ``seed`` codes a rotation of the channels, ``R k``: keys are not rotated back either, and values once a query, when they are
 summed.
 
+**Factors.** A plane may have a ``factor`` for every channel of a head, which multiplies what codes represent: queries are
+multiplied by those of keys before they are read, and what is summed of values by theirs.
+
 **Planes.** Keys (or values) may be split over channels into planes of different codes. A plane says which channels it
 holds in ``channels [B Hkv, D']``; None says all, in order. What several planes hold of all channels is summed.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .format import Format
-from .naive import dequantise, pack, turned, unpack
+from .naive import dequantise, pack, turned, turned_back, unpack
 from .ragged import cumulative, ranges, sums
 
 
@@ -22,6 +22,7 @@ class Plane:
     codes : ``[N, rows, D']`` uint8, contiguous.
     scale, zero : ``[M, *format.meta]`` float16, bfloat16 or float32; ``zero`` None unless the format is affine.
     channels : ``[B Hkv, D']`` int32, the channels held, ascending; None for all.
+    factor : ``[B Hkv, D']``, by head what every channel is multiplied by that is represented; None for none.
     """
 
     format: Format
@@ -29,10 +30,12 @@ class Plane:
     scale: Tensor
     zero: Tensor | None
     channels: Tensor | None = None
+    factor: Tensor | None = None
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything held."""
-        yield from (t for t in (self.codes, self.scale, self.zero, self.channels) if t is not None)
+        own = self.codes, self.scale, self.zero, self.channels, self.factor
+        yield from (t for t in own if t is not None)
 
     def decoded(
         self, page: int, tile: int, pages: Tensor | None, meta: Tensor | None, out: Tensor | None = None
@@ -49,10 +52,11 @@ class Plane:
         return dequantise(codes, self.format, scale, zero, out)
 
     def joined(self, other: Plane) -> Plane:
-        """Both, one behind the other; the channels are those of ``other``, which may differ where nothing is stored here."""
+        """Both, one behind the other; channels and factors are those of ``other``, which may differ where nothing is stored
+        here."""
         zero = None if self.zero is None or other.zero is None else torch.cat([self.zero, other.zero])
         codes, scale = torch.cat([self.codes, other.codes]), torch.cat([self.scale, other.scale])
-        return replace(self, codes=codes, scale=scale, zero=zero, channels=other.channels)
+        return replace(self, codes=codes, scale=scale, zero=zero, channels=other.channels, factor=other.factor)
 
 
 @dataclass(frozen=True)
@@ -114,8 +118,12 @@ class Pages:
         return sum(storages.values())
 
     def turned(self, query: Tensor) -> Tensor:
-        """``query [B, Hq, q, D]`` as the keys are coded: the same, but turned where a plane of keys holds turned ones."""
+        """``query [B, Hq, q, D]`` as the keys are coded: the same, but turned where a plane of keys holds turned ones, and
+        multiplied by the factors of a plane of all channels."""
         for plane in self.keys:
+            if plane.factor is not None:
+                rows = query.reshape(self.batch * self.heads, -1, query.shape[-1])
+                query = (rows * plane.factor[:, None]).to(query.dtype).view_as(query)
             if plane.format.turned:
                 rows = query.reshape(self.batch * self.heads, -1, query.shape[-1])
                 if plane.channels is None:
@@ -126,14 +134,24 @@ class Pages:
         return query
 
     @property
-    def values_turned(self) -> Format | None:
-        """The format of values that are stored in one plane and rotated; None for others."""
-        first = self.values[0].format
-        return first if len(self.values) == 1 and first.seed is not None else None
+    def values_turned(self) -> bool:
+        """Whether values are stored in one plane, and are rotated or have factors."""
+        first = self.values[0]
+        return len(self.values) == 1 and (first.format.seed is not None or first.factor is not None)
 
     def with_values_as_stored(self) -> Pages:
-        """The same pages, of whose values nothing is rotated back."""
-        return replace(self, values=tuple(replace(one, format=replace(one.format, seed=None)) for one in self.values))
+        """The same pages, of whose values nothing is rotated back or multiplied by factors."""
+        values = (replace(one, format=replace(one.format, seed=None), factor=None) for one in self.values)
+        return replace(self, values=tuple(values))
+
+    def turned_back(self, read: Tensor) -> Tensor:
+        """Sums ``read [B, Hq, q, Dv]`` of :meth:`with_values_as_stored` as sums of values, float32."""
+        plane = self.values[0]
+        read = turned_back(read.float(), plane.format)
+        if plane.factor is None:
+            return read
+        rows = read.reshape(self.batch * self.heads, -1, read.shape[-1])
+        return (rows * plane.factor[:, None].float()).view_as(read)
 
     @staticmethod
     def width_of(planes: tuple[Plane, ...]) -> int:
@@ -154,7 +172,7 @@ class Pages:
         """Whether all pages are full and listed once, every head has as many, and keys and values are one plane each; asked of
         a CPU only, else False."""
         planes = (*self.keys, *self.values)
-        apart = len(planes) > 2 or any(plane.channels is not None for plane in planes)
+        apart = len(planes) > 2 or any(plane.channels is not None or plane.factor is not None for plane in planes)
         if self.table.device.type != "cpu" or apart or len(self.table) != len(self.count) or not len(self.table):
             return False
         same = self.cu_pages.diff() == len(self.table) // (self.batch * self.heads)
@@ -183,6 +201,12 @@ class Pages:
         if tokens < there.numel():
             filled = (~there).flatten().long().argsort(stable=True)[:tokens]
             parts = [part[filled] for part in parts]
+        if any(plane.factor is not None for plane in planes):
+            head = torch.repeat_interleave(self.lengths().flatten(), output_size=tokens)
+            parts = [
+                part if plane.factor is None else part * plane.factor.float()[head]
+                for part, plane in zip(parts, planes, strict=True)
+            ]
         if planes[0].channels is None:
             return torch.stack(parts).sum(0).to(dtype) if len(parts) > 1 else parts[0].to(dtype)
         out = parts[0].new_zeros(len(parts[0]), width or sum(part.shape[1] for part in parts))
@@ -243,6 +267,7 @@ class Pages:
                 scale=plane.scale[meta_rows],
                 zero=None if plane.zero is None else plane.zero[meta_rows],
                 channels=None if plane.channels is None else plane.channels[heads],
+                factor=None if plane.factor is None else plane.factor[heads],
             )
 
         return replace(

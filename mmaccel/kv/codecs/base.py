@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Any, ClassVar, Literal
 
 import torch
-from mmaccel_kernels.pack import quantise
+from mmaccel_kernels.pack import Shared, meta_type, quantise
 from mmaccel_kernels.pages import Format, Pages, Plane, split, tile_for
 from torch import Tensor
 
@@ -29,6 +29,8 @@ class Cut:
     tile : tokens of a tile of the pages.
     query_energy : ``[B, Hkv, D]`` float32, the mean square of the last queries, for codecs with a ``window``.
     new : ``[B, Hkv]`` bool, heads that have packed nothing yet; None where all or no heads have, as ``before`` says.
+    peak : ``[B, Hkv, Dv]`` float32, the largest size of every channel of the values of all tokens in full precision, packed now
+        or not, for codecs that see ``sees_all_values``; None where all are packed.
     """
 
     start: Tensor
@@ -38,6 +40,7 @@ class Cut:
     tile: int
     query_energy: Tensor | None = None
     new: Tensor | None = None
+    peak: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Codec(Method):
     weighable = False
     #: how many of the last queries the codec looks at
     window: ClassVar[int] = 0
+    #: whether :attr:`Cut.peak` is to be filled where some tokens are packed and others stay
+    sees_all_values: ClassVar[bool] = False
     limits = {"residual": "[0, inf)"}
 
     page: int = 128
@@ -145,6 +150,7 @@ class Codec(Method):
         query_energy: Tensor | None = None,
         known: Tensor | None = None,
         new: Tensor | None = None,
+        peak: Tensor | None = None,
     ) -> Pages:
         """Quantise tokens and pack them.
 
@@ -156,13 +162,14 @@ class Codec(Method):
         query_energy : see :class:`Cut`.
         known : ``lengths`` on the CPU, where the host knows them; else it waits for the number of pages.
         new : ``[B, Hkv]`` bool on the CPU, the heads of ``before`` in which nothing is packed; None if there is none.
+        peak : see :class:`Cut`.
         """
         total = None if known is None else int((-(-known // self.page)).sum())
         start, count, cu_pages = split(lengths.flatten(), self.page, total)
         head = torch.repeat_interleave(cu_pages.diff().long(), output_size=len(count))
         tile = self.tile_of(values.shape[1])
         new = None if new is None else new.to(keys.device, non_blocking=keys.device.type != "cpu")
-        cut = Cut(start, count, head, lengths, tile, query_energy, new)
+        cut = Cut(start, count, head, lengths, tile, query_energy, new, peak)
         planes = self._checked("key_planes()", self.key_planes(keys.contiguous(), cut, before), keys, cut)
         of_values = self._checked("value_planes()", self.value_planes(values.contiguous(), cut, before), values, cut)
         meta = check_tensor(self, "meta()", self.meta(cut), "integer", (len(count),), count)
@@ -235,12 +242,15 @@ def token_groups(codecs: Mapping[int, Codec], rest: tuple[int, Codec] | None = N
     """Every token group that the codecs of a recipe, by stage, tell apart; and that of the ``rest``, what a policy does not
     keep, by its stage and with its codec."""
     out: list[TokenGroup] = []
+    last = sum(1 if codec.for_salient() is None else 2 for codec in codecs.values())
     for stage, codec in codecs.items():
         of: Literal["all", "visual", "text"] = "visual" if codec.visual_only else "text" if codec.text_only else "all"
         number, better = len(out), codec.for_salient()
         if better is not None:
             check_type(codec, "for_salient()", better, Codec)  # type: ignore[type-abstract]
-        out.append(TokenGroup(codec, of, codec, stage, number, number))
+        # what is packed first is the rest, and has seen all values
+        seen = rest is not None and codec.sees_all_values and rest[1].sees_all_values
+        out.append(TokenGroup(codec, of, codec, stage, number, last if seen else number))
         if better is not None:
             out.append(TokenGroup(better, "salient", codec, stage, number + 1, number))
     if rest is not None:
@@ -281,6 +291,41 @@ class Eligible:
 def channel_group(group: int, channels: int) -> int:
     """The group of channels that is used for heads of this size: the largest that divides both."""
     return gcd(group, channels)
+
+
+def largest(x: Tensor, lengths: Tensor) -> Tensor:
+    """Largest size of every channel in runs of ``x [total, D]`` of ``lengths [N]`` rows: ``[N, D]`` float32."""
+    low, high = channel_ranges(x, lengths)
+    return torch.maximum(high, -low)
+
+
+def factors_of(own: Tensor, cut: Cut, before: Tensor | None) -> Tensor:
+    """The factors of every head, ``[B Hkv, D]``: those of what is packed ``before``, and of heads that have packed nothing
+    their ``own``, 1 in place of 0."""
+    own = torch.where(own > 0, own, 1.0)
+    if before is None:
+        return own
+    return before if cut.new is None else torch.where(cut.new.flatten()[:, None], own, before.float())
+
+
+def scaled_plane(
+    codec: Codec,
+    x: Tensor,
+    cut: Cut,
+    format: Format,
+    factor: Tensor,
+    shared: Callable[[Tensor, Cut, Format, torch.dtype], Shared] | None = None,
+) -> Plane:
+    """``x [total, D]``, divided by the ``factor [B Hkv, D]`` of its head, in one format; ``shared`` returns steps that are used
+    in place of those of every group, from the numbers that are coded and the dtype of steps."""
+    dtype = meta_type(x.dtype)
+    factor = factor.to(dtype)
+    head = torch.repeat_interleave(cut.lengths.flatten(), output_size=len(x))
+    coded = x.float() / factor.float()[head]
+    steps = None if shared is None else shared(coded, cut, format, dtype)
+    page, tile = codec.page, cut.tile
+    plane = quantise(coded, cut.start, cut.count, format, page=page, tile=tile, meta_dtype=dtype, shared=steps)
+    return replace(plane, factor=factor)
 
 
 def channel_ranges(x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
