@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from coded import HEADS, WIDTH, error, flat, keys_like
+from coded import HEADS, WIDTH, centred, error, flat, keys_like
 from mmaccel_kernels.decode import decode_attention_definition, decode_attention_kernel
 
 from mmaccel.kv.codecs import Codec
@@ -17,7 +17,8 @@ CODECS = (QServe(page=32), QServe(page=32, bits=8, smooth=1.0), ZipCacheCodec(pa
 
 
 def packed(codec: Codec, tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    keys, values = (keys_like(2, HEADS, tokens, WIDTH, seed=seed + i) for i in range(2))
+    keys = keys_like(2, HEADS, tokens, WIDTH, seed=seed)
+    values = centred(keys)
     return keys, values, codec.pack(flat(keys), flat(values), torch.full((2, HEADS), tokens))
 
 
