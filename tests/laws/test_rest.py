@@ -193,6 +193,7 @@ def test_a_budget_of_bytes_counts_the_rest() -> None:
         ((Stage("h2o", 0.5, {"rest": "int2", "every": 4}),), None, "every and cap evict some while decoding"),
         ((Stage("h2o", 0.5, {"rest": "int2", "cap": 40}),), None, "every and cap evict some while decoding"),
         ((Stage("h2o", 0.5, {"rest": "int2", "compact": "pivot"}),), None, "compact='pivot' merges; leave out one"),
+        ((Stage("h2o", 0.5, {"rest": "int2", "close_gaps": True}),), None, "close_gaps finds no gaps"),
         ((Stage("quest", 0.5, {"rest": "int2"}),), None, "evicts nothing"),
         ((Stage("rekv", 0.5, {"rest": "int2"}),), None, "parks frames as they are stored"),
     ],
