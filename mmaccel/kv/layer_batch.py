@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from .codecs import TokenGroup
 from .index import KeyIndex, on_host
 from .layer import KeptKeys
-from .packed import QuantisedLayer
+from .packed import QuantisedLayer, demote
 
 
 def batches(
@@ -165,10 +165,10 @@ class LayerBatch:
             layer.take(mine)
 
     def demote(self, group: TokenGroup, kept: Tensor, lengths: Tensor) -> None:
-        """See :meth:`.packed.QuantisedLayer.demote`, for all rows."""
+        """See :func:`.packed.demote`, for all rows."""
         each = zip(self.layers, kept.split(self.rows), lengths.split(self.rows), strict=True)
         for layer, mine, count in each:
-            layer.demote(group, mine[..., : len(layer.index)], count)
+            demote(layer, group, mine[..., : len(layer.index)], count)
 
     def _joined(self, parts: Sequence[Tensor], dim: int, fill: float = 0) -> Tensor:
         """The rows of all layers, of which each has its slots along ``dim``, filled up to one width."""

@@ -94,31 +94,14 @@ class QuantisedLayer(CompressedLayer):
             return
         due = valid & (valid.cumsum(-1) <= group.codec.due(valid.sum(-1))[..., None])
         old = self.index
-        self._pack_due(group, due, count, query_energy)
+        self.pack_due(group, due, count, query_energy)
         known = replaced.get(id(old))
         if known is not None:
             self.index = known[1]
         elif old.index.dim() == 2:
             replaced[id(old)] = (old, self.index)
 
-    def demote(self, group: TokenGroup, kept: Tensor, lengths: Tensor) -> None:
-        """Pack all tokens in full precision but those that are ``kept``; packed ones stay as they are.
-
-        Parameters
-        ----------
-        group : of what is packed here; its codec packs whatever it is given, also less than a page.
-        kept : ``[B, 1 or Hkv, K]`` bool, slots of :meth:`stored`. lengths : ``[B, 1 or Hkv]`` long on the CPU, how many of the
-            tokens in all are kept or packed already.
-        """
-        there = self.index.by_head[..., self.width :] >= 0
-        due = there & ~kept[..., self.width :] & ~self.packed.packed_before(there)
-        count = self.index.lengths - lengths
-        if self.packed.dequantised is not None:
-            count = due.sum(-1).cpu()
-        if bool(count.any()):
-            self._pack_due(group, due, count.expand(due.shape[:2]), None)
-
-    def _pack_due(self, group: TokenGroup, due: Tensor, count: Tensor, query_energy: Tensor | None) -> None:
+    def pack_due(self, group: TokenGroup, due: Tensor, count: Tensor, query_energy: Tensor | None) -> None:
         """Pack the tokens ``due [B, 1 or Hkv, R]`` bool of those in full precision, ``count`` of each head, on the CPU."""
         groups = self._take_packed()
         rest, lengths = self.index.by_head.expand(-1, due.shape[1], -1), self.index.lengths - count
@@ -291,3 +274,21 @@ def _behind(x: Tensor, width: int) -> Tensor:
     whole = x.new_empty(*x.shape[:2], width + x.shape[2], x.shape[3])
     whole[:, :, width:] = x
     return whole
+
+
+def demote(layer: QuantisedLayer, group: TokenGroup, kept: Tensor, lengths: Tensor) -> None:
+    """Pack all tokens of a layer in full precision but those that are ``kept``; packed ones stay as they are.
+
+    Parameters
+    ----------
+    group : of what is packed here; its codec packs whatever it is given, also less than a page.
+    kept : ``[B, 1 or Hkv, K]`` bool, slots of :meth:`QuantisedLayer.stored`. lengths : ``[B, 1 or Hkv]`` long on the CPU, how
+        many of the tokens in all are kept or packed already.
+    """
+    there = layer.index.by_head[..., layer.width :] >= 0
+    due = there & ~kept[..., layer.width :] & ~layer.packed.packed_before(there)
+    count = layer.index.lengths - lengths
+    if layer.packed.dequantised is not None:
+        count = due.sum(-1).cpu()
+    if bool(count.any()):
+        layer.pack_due(group, due, count.expand(due.shape[:2]), None)

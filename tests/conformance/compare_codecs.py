@@ -19,6 +19,7 @@ from torch import Tensor
 from mmaccel.kv.cache import CacheState
 from mmaccel.kv.codecs.base import Codec, Eligible, token_groups
 from mmaccel.kv.index import KeyIndex
+from mmaccel.kv.packed import demote
 from mmaccel.kv.scoring.importance import energy
 from mmaccel.method import LayerAttention
 
@@ -458,7 +459,7 @@ def zipcache(params: Params, arrays: Arrays) -> None:
     layer.update(k.gather(2, at), v.gather(2, at))
     first = (torch.arange(tokens) >= low).expand(1, heads, -1)
     groups = token_groups({0: make("zipcache-codec", bits=more)}, (1, policy.rest_codec()))
-    layer.demote(groups[1], first, torch.full((1, heads), tokens - low))
+    demote(layer, groups[1], first, torch.full((1, heads), tokens - low))
     layer.pack(groups[0], Eligible(torch.ones(1, tokens, dtype=torch.bool), 0, False), {})
     assert layer.width == len(layer.index)
     places = layer.index.by_head.long()
