@@ -268,7 +268,9 @@ class CacheOptions(Method):
                 f"rest={self.rest!r} keeps all keys of a prompt, and every and cap evict some while decoding; leave out one."
             )
         if self.age:
-            raise MmaccelError(f"rest={self.rest!r} keeps all keys of a prompt, and age evicts some later; leave out one.")
+            raise MmaccelError(
+                f"rest={self.rest!r} keeps all keys of a prompt, and age evicts some later; leave out one."
+            )
         if self.compact != "evict":
             raise MmaccelError(
                 f"rest={self.rest!r} keeps in few bits the keys that compact={self.compact!r} merges; leave out one."
