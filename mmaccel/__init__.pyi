@@ -62,6 +62,7 @@ from .kv.policies.criticalkv import CriticalKV as CriticalKV
 from .kv.policies.cur import CUR as CUR
 from .kv.policies.dca import DualChunkAttention as DualChunkAttention
 from .kv.policies.doublesparsity import DoubleSparsity as DoubleSparsity
+from .kv.policies.duoattention import DuoAttention as DuoAttention
 from .kv.policies.dycoke_cache import DyCokeCache as DyCokeCache
 from .kv.policies.elastic_cache import ElasticCache as ElasticCache
 from .kv.policies.em_llm import EMLLM as EMLLM
@@ -76,6 +77,7 @@ from .kv.policies.keyformer import Keyformer as Keyformer
 from .kv.policies.knorm import KNorm as KNorm
 from .kv.policies.kvzip import KVzip as KVzip
 from .kv.policies.lagkv import LagKV as LagKV
+from .kv.policies.laq import LAQ as LAQ
 from .kv.policies.leverage import Leverage as Leverage
 from .kv.policies.loki import Loki as Loki
 from .kv.policies.lserve import LeoAM as LeoAM
@@ -90,10 +92,12 @@ from .kv.policies.qfilter import QFilter as QFilter
 from .kv.policies.quest import Quest as Quest
 from .kv.policies.quickprefill import QuickPrefill as QuickPrefill
 from .kv.policies.raas import RaaS as RaaS
+from .kv.policies.razorattention import RazorAttention as RazorAttention
 from .kv.policies.recycled_attention import RecycledAttention as RecycledAttention
 from .kv.policies.rekv import ReKV as ReKV
 from .kv.policies.rpc import RPC as RPC
 from .kv.policies.shadowkv import ShadowKV as ShadowKV
+from .kv.policies.sirllm import SirLLM as SirLLM
 from .kv.policies.snapkv import SnapKV as SnapKV
 from .kv.policies.speckv import SpecKV as SpecKV
 from .kv.policies.squeezed_attention import SqueezedAttention as SqueezedAttention

@@ -1,4 +1,5 @@
-"""Selectors with random weights for the method `learned`: of any width, or for a model as if it were loaded."""
+"""Selectors with random weights for the method `learned`, and calibrations with random figures: of any width, or for a model as
+if it were loaded."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from mmaccel.families import family_of
+from mmaccel.method.calibration import FIGURES, NAME, Calibration
 from mmaccel.method.selector import FOLDER, ModelFingerprint, Selector, Shape
 
 
@@ -42,8 +44,20 @@ def alone(features: int, question: bool = True) -> str:
 
 
 def beside(model: Any) -> Path:
-    """The folder of a model in which nothing lies but a selector for it."""
+    """The folder of a model in which nothing lies but a selector and a calibration for it."""
     folder = Path(tempfile.mkdtemp(dir=_root()))
     fingerprint = ModelFingerprint.of(family_of(model))
     network(fingerprint.width).save(folder / FOLDER, fingerprint, {})
+    calibration(model).save(folder / NAME)
     return folder
+
+
+def calibration(model: Any, seed: int = 0) -> Calibration:
+    """One whose heads all differ."""
+    family, random = family_of(model), torch.Generator().manual_seed(seed)
+    sizes = {family.stored_from(layer): family.heads_in(layer) for layer in family.attending}
+    figures = {
+        name: {n: torch.rand(shape[:axes], generator=random) for n, shape in sizes.items()}
+        for name, axes in FIGURES.items()
+    }
+    return Calibration(ModelFingerprint.of(family), figures, {})

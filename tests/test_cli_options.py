@@ -65,7 +65,7 @@ def test_the_same_option_has_one_name_and_takes_the_same_everywhere() -> None:
     assert not {"--recipes", "--batch", "--answer", "--families", "--summary"} & set(names)
     assert names["--model"] == every - {"quickstart", "methods", "doctor", "selfcheck"}
     # what is trained becomes a recipe
-    assert names["--recipe"] == every - {"demo", "methods", "doctor", "distil"}
+    assert names["--recipe"] == every - {"demo", "methods", "doctor", "distil", "calibrate"}
     # budgets are what is searched there; a selector is trained at one
     assert names["--retain"] == names["--recipe"] - {"tune"} | {"distil"}
 

@@ -1570,7 +1570,7 @@ def model(family: str, seed: int = 0, **text_overrides: Any) -> PreTrainedModel:
         the language model of a family that takes any of them a Qwen3.
     """
     result = _made(family, seed, text_overrides)
-    # methods may need a selector, or a draft, that lies beside the weights
+    # methods may need a selector, a calibration or a draft that lies beside the weights
     folder = random_selectors.beside(result)
     (folder / "draft").symlink_to(draft(family), target_is_directory=True)
     result.config._name_or_path = str(folder)

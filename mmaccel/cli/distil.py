@@ -91,7 +91,7 @@ def run(
         )
     task = measure.Run(asked, which, context.obj, None, split="train", about=ask)
     options = {"out": out, "target": target, "question": not blind, "residual": not select_only, "retain": retain}
-    result = task.call("reading watched questions", distil, **options, steps=steps, minutes=minutes)
+    result = task.call("reading watched questions", distil, **options, **task.answering, steps=steps, minutes=minutes)
     if before := result.report["steps of earlier runs"]:
         print(f"{before} steps are taken over from {out / 'work' / 'state.pt'}", file=sys.stderr)
     rows, verdict = report.rows(result), report.verdict(result)

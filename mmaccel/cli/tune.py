@@ -91,7 +91,9 @@ def run(
     json_file(output)
     task = measure.Run(asked, which, context.obj, None)
     options = {"keep": keep, "goal": goal, "out": out, "recipes": recipe or None, "confidence": confidence}
-    tuned = task.call("trying recipes", tune, **options, trials=trials, minutes=minutes, measure=seconds)
+    tuned = task.call(
+        "trying recipes", tune, **options, **task.answering, trials=trials, minutes=minutes, measure=seconds
+    )
     if before := tuned.report["tried by earlier runs"]:
         print(f"{before} recipes are taken over from {out.with_suffix('.journal')}", file=sys.stderr)
     rows, verdict = report.rows(tuned), report.verdict(tuned, which.model)
@@ -120,7 +122,7 @@ def _find_fallback(
     json_file(output)
     task = measure.Run(asked, which, context.obj, None)
     options = {"keep": keep, "out": out, "confidence": confidence}
-    found = task.call("answering", find_fallback, recipe=(recipes or ["balanced"])[0], **options)
+    found = task.call("answering", find_fallback, recipe=(recipes or ["balanced"])[0], **options, **task.answering)
     written = f"\nwritten: {out}" if found.recipe is not None else ""
     tell({"verdict": verdict(found), **found.report}, output, lambda: verdict(found) + written)
     enough = found.recipe is not None and found.report["held out keeps enough"]

@@ -112,6 +112,16 @@ class LanguageModel:
         """The norm before the attention of a layer of the language model."""
         return first_of(layer, "input_layernorm", "operator_norm")
 
+    def attended_in(self, layer: Any) -> nn.Module:
+        """The module whose output a layer of the language model adds to its input as what attention returns: a norm behind the
+        attention, or the attention."""
+        if hasattr(layer, "post_self_attn_layernorm"):
+            norm: nn.Module = layer.post_self_attn_layernorm
+            return norm
+        if hasattr(layer, "pre_feedforward_layernorm") or isinstance(self.norm_in(layer), nn.Identity):
+            return first_of(layer, "post_attention_layernorm")
+        return first_of(layer, "self_attn")
+
     @property
     def last_norm(self) -> nn.Module:
         """The norm behind the last layer of the language model."""

@@ -161,6 +161,45 @@ def variance_ratios(scores: Iterable[Tensor]) -> Tensor:
     return (-torch.cat(spread)).softmax(0)
 
 
+def squeezed(cosines: list[float]) -> list[bool]:
+    """Find the layers of the class of highest cosine, of at most three.
+
+    *SqueezeAttention: 2D Management of KV-Cache in LLM Inference via Layer-wise Optimal Budget*, ICLR 2025, arXiv 2404.04793:
+    ``c_l`` is the cosine of the hidden state before and behind the attention of layer ``l``, mean over the tokens of a prompt;
+    3-means of these numbers. The optimum is found by trying all cuts between sorted numbers (the program begins at random).
+    Of layers with one and the same cosine none is in the class.
+    """
+    values = sorted(set(cosines))
+    if len(values) < 2:
+        return [False] * len(cosines)
+    ordered = torch.tensor(sorted(cosines), dtype=torch.float64)
+    cuts = [n for n in range(1, len(ordered)) if ordered[n] > ordered[n - 1]]
+    if len(values) == 2:
+        first = values[1]
+    else:
+        pairs = [(low, high) for low in cuts for high in cuts if low < high]
+        loss = [sum(float((x - x.mean()).square().sum()) for x in ordered.tensor_split(pair)) for pair in pairs]
+        first = float(ordered[pairs[loss.index(min(loss))][1]])
+    return [value >= first for value in cosines]
+
+
+def by_squeeze(count: int, sizes: list[int], low: list[bool], share: float) -> list[int]:
+    """Mean ``count``: the layers that are ``low`` get ``share`` of it, and the others alike what that leaves."""
+    rest = (len(low) - sum(low) * share) / max(1, len(low) - sum(low))
+    shares = [share if is_low else max(0.0, rest) for is_low in low]
+    exact = apportion(count * len(sizes), sizes, shares)
+    # every layer keeps a key
+    return exact if min(exact) else by_shares(count, sizes, shares)
+
+
+def squeezed_official(size: int, low: list[bool], kept: float, share: float) -> list[int]:
+    """Keys per layer in the authors' program, truncated: of ``size`` keys the share ``kept`` stays in the mean, before that."""
+    # a decimal that a product of two others was rounded from
+    percent, layers, few = round(kept * share, 12), len(low), sum(low)
+    rest = int((layers * kept - few * percent) / max(1, layers - few) * size)
+    return [min(size, max(0, int(percent * size) if is_low else rest)) for is_low in low]
+
+
 # --- over heads -------------------------------------------------------------------------------------------------------
 def adaptive(scores: Tensor, candidates: Tensor, count: Tensor, floor: float, official: bool = False) -> Tensor:
     """Keys per head, ``[B, H]`` long: heads compete for ``(1 - floor)`` of the layer's budget.

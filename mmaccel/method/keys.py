@@ -45,6 +45,7 @@ class KeyBatch(Layerwise):
     answer : ``[B]`` long, while decoding the place at which the answer begins; None at the end of a prompt, and unless the
         policy ``needs_age``.
     unrotated : ``[B, Hkv, K, D]``, the keys before RoPE; None unless the policy ``needs_unrotated``.
+    written : how many of the last keys and queries are those of a text behind the prompt, which is not stored.
     """
 
     keys: Tensor
@@ -68,6 +69,7 @@ class KeyBatch(Layerwise):
     decoding: bool = False
     answer: Tensor | None = None
     unrotated: Tensor | None = None
+    written: int = 0
 
     @property
     def _tokens(self) -> Hashable:
@@ -90,6 +92,7 @@ CHOICES: Mapping[str, Mapping[str, float | None]] = {
         "entropy": None,
         "prefix": None,
         "variance": None,
+        "squeeze": 0.35,
         "global": None,
     },
     "head_budget": {"uniform": None, "adaptive": 0.2, "concentrated": 0.2, "safeguard": 0.2},
@@ -129,7 +132,7 @@ CHOICES: Mapping[str, Mapping[str, float | None]] = {
 _REST = {"int": "kivi", "turbo": "turboquant", "smooth": "qserve", "zip": "zipcache-codec"}
 
 #: the range of that number where it is not a share, from 0 to 1
-LIMITS: Mapping[str, tuple[float, float]] = {"pyramid": (0.5, 1e6), "kvpress": (0.5, 1e6)}
+LIMITS: Mapping[str, tuple[float, float]] = {"pyramid": (0.5, 1e6), "kvpress": (0.5, 1e6), "squeeze": (0.0, 1e6)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +147,9 @@ class CacheOptions(Method):
         ``sparsity`` (VL-Cache: more for layers in which the attention of the text after the pictures is less sparse;
         ``sparsity:0.8`` distributes 80 % uniformly and the rest like that); ``entropy`` (MEDA: more for layers whose attention
         is spread more evenly); ``prefix`` (PrefixKV: every layer keeps the same share of its summed scores); ``variance``
-        (D2O: more for layers whose scores vary less); ``global`` (KVzip: the best scores of all layers and heads stay, none may
-        be left in a layer). All but the first three are known only at the end of the forward.
+        (D2O: more for layers whose scores vary less); ``squeeze:0.35`` (SqueezeAttention: .35 of the mean for layers whose
+        attention hardly turns the hidden state, and what that leaves for the others); ``global`` (KVzip: the best scores of all
+        layers and heads stay, none may be left in a layer). All but the first three are known only at the end of the forward.
     head_budget : how a layer's budget is distributed over its KV heads. ``uniform``; ``adaptive:0.2`` (AdaKV: heads compete
         for the budget, of which 20 % is distributed uniformly); ``concentrated:0.2`` (the same, with more weight for heads of
         concentrated attention); ``safeguard:0.2`` (the best 20 % of each head's share stay, and the rest compete).
@@ -437,6 +441,10 @@ class Policy(CacheOptions):
 
     #: whether the prompt is read again before keys are chosen, see :class:`~mmaccel.method.reread.RereadPolicy`
     rereads: ClassVar[bool] = False
+    #: the number of tokens that the model writes behind a prompt before keys are chosen, see :attr:`KeyBatch.written`
+    lookahead: int = 0
+    #: whether it is shown how little the model expected each token of a prompt, as :attr:`KeyBatch.received`
+    needs_surprise: ClassVar[bool] = False
     #: whether :meth:`recall_by_logits` is called in place of :meth:`recall`
     sees_logits: ClassVar[bool] = False
 

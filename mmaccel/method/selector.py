@@ -236,8 +236,8 @@ class ModelFingerprint:
         taken = {name: _first(known[name]) for name in names[::step]}
         return ModelFingerprint(family.name, _width(family), taken)
 
-    def check(self, family: ModelFacts, folder: str) -> None:
-        """Raise :class:`UnsupportedError` for another model.
+    def check(self, family: ModelFacts, subject: str, remedy: str) -> None:
+        """Raise :class:`UnsupportedError` for another model; ``subject`` begins the message, and ``remedy`` ends it.
 
         Where only the configuration is at hand, family and width are compared. Weights that are quantised, or elsewhere, are
         left out; of a model that has others, at least one must be known.
@@ -245,21 +245,18 @@ class ModelFingerprint:
         width = _width(family)
         if (family.name, width) != (self.family, self.width):
             raise UnsupportedError(
-                f"The selector {folder!r} was trained for a {self.family} model of width {self.width}, and this is a "
-                f"{family.name} of width {width}; train one for it with mmaccel distil."
+                f"{subject} a {self.family} model of width {self.width}, and this is a {family.name} of width {width}; "
+                f"{remedy}."
             )
         known = _weights(family)
         shared = [name for name in self.weights if name in known]
         if known and not shared:
             raise UnsupportedError(
-                f"The selector {folder!r} knows its model by weights that this one does not have, or has quantised; load the "
-                "model without quantisation, or train a selector for it with mmaccel distil."
+                f"{subject} a model that is known by weights that this one does not have, or has quantised; load the model "
+                f"without quantisation, or {remedy}."
             )
         if not all(_same(self.weights[name], _first(known[name])) for name in shared):
-            raise UnsupportedError(
-                f"The selector {folder!r} was trained for a model with other weights, and what it would keep of this one's "
-                "answers is not known; train one for it with mmaccel distil."
-            )
+            raise UnsupportedError(f"{subject} a model with other weights; {remedy}.")
 
 
 def _weights(family: ModelFacts) -> dict[str, Tensor]:

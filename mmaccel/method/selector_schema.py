@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ _LARGEST = 1e4
 _NAMED = 256
 
 Stamp = tuple[int, int, int]
+#: makes the error for a file that cannot be used, and the reason
+Refusal = Callable[[Path, str], MmaccelError]
 
 
 def refusal(path: Path, why: str) -> MmaccelError:
@@ -28,19 +30,19 @@ def refusal(path: Path, why: str) -> MmaccelError:
     )
 
 
-def stamp(path: Path) -> Stamp:
+def stamp(path: Path, refuse: Refusal = refusal) -> Stamp:
     """Time, size and inode of a file, which change when it is written.
 
-    Raises :class:`MmaccelError` if it is not a regular file (links to one are).
+    Raises :class:`MmaccelError`, as ``refuse`` says it, if it is not a regular file (links to one are).
     """
     try:
         about = path.stat()
         if not path.is_file():
-            raise refusal(path, "it is not a regular file")
+            raise refuse(path, "it is not a regular file")
     except FileNotFoundError:
-        raise refusal(path, "it does not exist") from None
+        raise refuse(path, "it does not exist") from None
     except (OSError, ValueError) as error:
-        raise refusal(path, f"it cannot be opened ({getattr(error, 'strerror', None) or error})") from error
+        raise refuse(path, f"it cannot be opened ({getattr(error, 'strerror', None) or error})") from error
     return about.st_mtime_ns, about.st_size, about.st_ino
 
 
@@ -62,19 +64,24 @@ def read_config(path: Path, shape: Collection[str], values: int) -> tuple[dict[s
     _check_fields(path, config["shape"], "`shape`", shape)
     if not isinstance(config["record"], dict):
         raise refusal(path, "`record` must be a JSON object")
-    model = config["model"]
-    _check_fields(path, model, "`model`", ("family", "width", "weights"))
+    return config["shape"], read_model(path, config["model"], refusal, values)
+
+
+def read_model(path: Path, model: Any, refuse: Refusal, values: int = 8) -> dict[str, Any]:
+    """Check the fingerprint of a model in a file: ``family`` (a name), ``width`` (a positive integer) and ``weights``
+    (``values`` numbers of each named tensor). Raises :class:`MmaccelError`, as ``refuse`` says it."""
+    _check_fields(path, model, "`model`", ("family", "width", "weights"), refuse)
     if not isinstance(model["family"], str) or not model["family"].isprintable() or not 0 < len(model["family"]) < 100:
-        raise refusal(path, "`model.family` must be the name of a model family")
+        raise refuse(path, "`model.family` must be the name of a model family")
     if type(model["width"]) is not int or model["width"] < 1:
-        raise refusal(path, f"`model.width` must be a positive integer, got {_shown(model['width'])}")
+        raise refuse(path, f"`model.width` must be a positive integer, got {_shown(model['width'])}")
     weights = model["weights"]
     if not isinstance(weights, dict) or not 0 < len(weights) <= _NAMED:
-        raise refusal(path, f"`model.weights` must hold the first values of 1 to {_NAMED} tensors of the model")
+        raise refuse(path, f"`model.weights` must hold the first values of 1 to {_NAMED} tensors of the model")
     for name, first in weights.items():
         if not isinstance(first, list) or len(first) != values or not all(map(_is_number, first)):
-            raise refusal(path, f"`model.weights` must hold {values} finite numbers for {_shown(name)}")
-    return config["shape"], model
+            raise refuse(path, f"`model.weights` must hold {values} finite numbers for {_shown(name)}")
+    return model
 
 
 def read_weights(path: Path, expected: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -116,13 +123,13 @@ def read_weights(path: Path, expected: Mapping[str, tuple[int, ...]]) -> dict[st
     return weights
 
 
-def _check_fields(path: Path, data: Any, what: str, names: Collection[str]) -> None:
+def _check_fields(path: Path, data: Any, what: str, names: Collection[str], refuse: Refusal = refusal) -> None:
     if not isinstance(data, dict):
-        raise refusal(path, f"{what} must be a JSON object with {', '.join(names)}")
+        raise refuse(path, f"{what} must be a JSON object with {', '.join(names)}")
     if missing := [name for name in names if name not in data]:
-        raise refusal(path, f"{what} lacks {_shown(missing[0])}")
+        raise refuse(path, f"{what} lacks {_shown(missing[0])}")
     if unknown := [name for name in data if name not in names]:
-        raise refusal(path, f"{what} has an unknown field {_shown(unknown[0])}")
+        raise refuse(path, f"{what} has an unknown field {_shown(unknown[0])}")
 
 
 def _is_number(value: Any) -> bool:

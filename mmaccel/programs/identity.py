@@ -30,6 +30,7 @@ from ..core.shipped_models import located
 from ..errors import MmaccelError
 from ..families.pages import is_pages
 from ..families.smollm2 import SHA256, weights_file
+from ..method.calibration import NAME as CALIBRATION
 from ..method.model_options import Loaded
 from ..recipe import Recipe
 from .bench import provenance
@@ -40,8 +41,8 @@ _CHUNK = 8 << 20
 #: files up to this size are hashed whole; larger ones by size, time of change and so many bytes of each end
 _WHOLE, _END = 64 << 20, 1 << 20
 _PACKAGE = Path(__file__).parents[1]
-#: options that name a folder, by default one of the same name next to the model's weights
-_BESIDE = ("selector", "draft")
+#: options that name a folder or file, and what they name by default, next to the model's weights
+_BESIDE = {"selector": "selector", "draft": "draft", "calibration": CALIBRATION}
 #: entries of a class that do not change what it does, or differ between processes
 _SILENT = {
     *"__dict__ __weakref__ __module__ __doc__ __firstlineno__ __static_attributes__ __annotations__ __annotate__".split(),
@@ -57,7 +58,7 @@ def recipe_identity(recipe: Recipe, model: str | Path | None = None) -> str:
     """Digest of a recipe: every value with its type, the code of its methods, and the files that they load. ``retain=1`` (one
     token), ``1.0`` (all) and ``True`` are different.
 
-    ``model`` is the model's folder, for methods that load files next to the weights (``selector/``, ``draft/``).
+    ``model`` is the model's folder, for methods that load files next to the weights (``selector/``, ``draft/``, a calibration).
 
     Raises MmaccelError if the recipe cannot be built, or a file that it names cannot be read.
     """
@@ -119,7 +120,7 @@ def _files_of(method: Any, model: str | Path | None) -> Iterator[tuple[str, Any]
     """Names and digests of files that the options of a method name."""
     for name, value in _fields(method).items():
         if name in _BESIDE and value == "" and model is not None:
-            value = str(Path(located(str(model))) / name)
+            value = str(Path(located(str(model))) / _BESIDE[name])
         if not isinstance(value, (str, Path)) or not str(value):
             continue
         path = Path(value)

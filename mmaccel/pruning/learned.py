@@ -75,7 +75,8 @@ class Learned(ProjectorMethod):
                 "learned needs a selector that was trained for this model, and none lies beside its weights; run mmaccel "
                 "distil and give Learned('selector/')."
             )
-        described(self.selector)[1].check(family, self.selector)
+        subject = f"The selector {self.selector!r} was trained for"
+        described(self.selector)[1].check(family, subject, "train one for it with mmaccel distil")
         Selector.load(self.selector)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:

@@ -45,13 +45,20 @@ from ..method import (
     TokenMethod,
 )
 from ..method.refused import described, refuse
-from ..method.reread import RereadPolicy
 from ..method.results import check_type
 from ..recipe import Recipe, Stage
 from ..recipe.recipe import check_together
 from .cache.close_gaps import CloseGaps
 from .cache.dual_chunk import ReadChunks
-from .cache.eviction import CachePolicy, EvictByDraft, EvictByReread, EvictKeys
+from .cache.eviction import (
+    CachePolicy,
+    EvictByDraft,
+    EvictByOwnText,
+    EvictByReread,
+    EvictBySurprise,
+    EvictByText,
+    EvictKeys,
+)
 from .cache.offload import FetchKeys, ParkKeys
 from .cache.packing import PackKeys
 from .cache.piece_eviction import EvictByPiece
@@ -452,11 +459,20 @@ def _policy(
         return RecallKeys(forward, plan.policy, state)
     if plan.draft_policy is not None and isinstance(forward, Prompt):
         return EvictByDraft(call, forward, plan.draft_policy, state)
-    if isinstance(plan.policy.method, RereadPolicy) and isinstance(forward, Prompt):
-        return EvictByReread(call, forward, plan.policy, state)
+    if isinstance(forward, Prompt) and (by_text := _evicts_by_text(plan.policy.method)) is not None:
+        return by_text(call, forward, plan.policy, state)
     if split is not None:
         return EvictByPiece(forward, plan.policy, state, split)
     return EvictKeys(forward, plan.policy, state)
+
+
+def _evicts_by_text(policy: Policy) -> type[EvictByText] | None:
+    """The run of a policy that evicts by what the model makes of a prompt when it is over."""
+    if policy.lookahead:
+        return EvictByOwnText
+    if policy.needs_surprise:
+        return EvictBySurprise
+    return EvictByReread if policy.rereads else None
 
 
 def _looks_first(plan: ModelPlan) -> dict[int, LookFirst]:

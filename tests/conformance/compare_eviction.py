@@ -11,8 +11,11 @@ from compare_kv import figures_of, kept_mask, ratio_count, same_pairs, scorer, t
 from harness import CacheRun, NotOffered, make, receiving
 from torch import Tensor
 
+from mmaccel.kv.policies.razorattention import repetition_scores
 from mmaccel.method import LayerAttention, Policy
+from mmaccel.method.base import Variant
 from mmaccel.method.reread import Reread
+from mmaccel.runtime.prompt.preview import TextBehind
 
 
 def against(run: CacheRun, arrays: Arrays, score: Tensor) -> None:
@@ -160,6 +163,96 @@ def together(params: Params, arrays: Arrays) -> None:
     assert torch.equal(ours, theirs)
 
 
+# --- what the model makes of a prompt when it is over -----------------------------------------------------------------
+def laq(params: Params, arrays: Arrays) -> None:
+    """The queries of the pseudo answer are given; their keys, which no query sees, are not."""
+    queries, keys, values = (arrays[f"in_{x}"] for x in "qkv")
+    window, written = params["window_size"], params["lookahead_size"]
+    size, heads = keys.shape[2], queries.shape[1]
+    policy = make(
+        "laq",
+        window=window,
+        lookahead=written,
+        kernel=params["kernel_size"],
+        pooling={"avgpool": "avg", "maxpool": "max"}[params["pooling"]],
+        joint=True,
+    )
+    run = CacheRun(policy, params["max_capacity_prompt"])
+    stage = run.begin(size).prompt
+    text = stage.scores.behind = TextBehind(run.state.layers, int, torch.arange(size, size + written)[None])
+    none = keys.new_zeros(1, keys.shape[1], written, keys.shape[3])
+    text.found[0] = queries[:, :, window:], none, none
+    asked = keys.new_zeros(1, heads, size, keys.shape[3])
+    asked[:, :, size - window :] = queries[:, :, :window]
+    run.feed(keys, values, asked)
+    same_pairs(run, arrays["out_positions"][None], arrays["out_k"], arrays["out_v"])
+
+
+def sirllm(params: Params, arrays: Arrays) -> None:
+    """Entropies are given; theirs makes room for tokens to come."""
+    entropy, coming = arrays["in_entropy"].float(), params["num_coming"]
+    budget = sum(params[f"{name}_size"] for name in ("start", "recent", "token_entropy")) - coming
+    most = max(0, params["token_entropy_size"] - coming)
+    policy = make("sirllm", surprising=most, sinks=params["start_size"])
+    run = CacheRun(policy, budget)
+    run.begin(len(entropy)).prompt.scores.reread = {0: entropy[None, None]}
+    none = torch.zeros(1, 1, len(entropy), 4)
+    run.feed(none, none, none)
+    same_positions(run.positions(), arrays["out_kept"][None, None])
+    close(entropy[run.positions()[0][0]], arrays["out_entropy"].float())
+
+
+# --- heads that are told apart ----------------------------------------------------------------------------------------
+def razor(params: Params, arrays: Arrays) -> None:
+    """Queries and keys of every layer are given; as in the program the begin token counts as one of the first period."""
+    query, key = arrays["in_q"], arrays["in_k"]
+    layers, heads = key.shape[:2]
+    text = torch.ones(1, key.shape[2], dtype=torch.bool)
+    each = []
+    for q, k in zip(query, key, strict=True):
+        layer = LayerAttention(q[None], k[None], None, k.shape[2] ** -0.5, text)
+        each.append(repetition_scores(layer, params["period"]))
+    found = [torch.stack(x) for x in zip(*each, strict=True)]
+    given = {"echo": found[0], "induction": found[1]}
+    for name, scores in given.items():
+        close(scores, arrays[f"out_{name}"].double())
+    figures = {name: dict(enumerate(x.unflatten(1, (heads, -1)).amax(2))) for name, x in given.items()}
+    shares = {name: params[f"{name}_head_ratio"] for name in figures}
+
+    def full(variant: Variant, **options: float) -> Tensor:
+        policy = make("razorattention", {"figures": lambda self, name: figures[name]}, variant, **options)
+        by_layer = policy.full_heads()
+        return torch.stack([by_layer[n] for n in range(layers)])
+
+    assert torch.equal(full("exact", **shares), arrays["out_union"].bool())
+    assert torch.equal(full("official", **shares), arrays["out_merged_as_shipped"].bool())
+    for name in figures:
+        alone = {**dict.fromkeys(shares, 0.0), name: shares[name]}
+        assert torch.equal(full("exact", **alone), arrays[f"out_{name}_heads"].bool())
+
+
+def duo(params: Params, arrays: Arrays) -> None:
+    """Gates are given; what a cache stores follows from them."""
+    if params["sparsity"] is None:
+        raise NotOffered("a threshold in place of a sparsity")
+    gates, size = arrays["in_gates"], 40
+    figures = dict(enumerate(gates))
+    given = {
+        "figures": lambda self, name: figures,
+        "kept_by": lambda self, layer, device: torch.zeros(gates.shape[1]).masked_fill(
+            ~self.full_heads()[layer], -torch.inf
+        ),
+    }
+    policy = make("duoattention", given, sparsity=params["sparsity"], sinks=2, recent=3)
+    full = torch.stack([policy.full_heads()[n] for n in range(len(gates))])
+    assert torch.equal(full, arrays["out_full"].bool())
+    close(1 - full.double().mean(), arrays["out_sparsity"].double())
+    run = CacheRun(policy, 1.0, layers=len(gates))
+    run.prompt(torch.zeros(1, gates.shape[1], size, 4), torch.zeros(1, gates.shape[1], size, 4))
+    for layer, heads in enumerate(full):
+        assert [len(one) for one in run.positions(layer)[0]] == [size if one else 5 for one in heads]
+
+
 # --- while decoding ---------------------------------------------------------------------------------------------------
 def keyformer(params: Params, arrays: Arrays) -> None:
     """The prompt, then one token and one eviction a step; theirs count the slot of the token to come among the newest."""
@@ -266,6 +359,10 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("NVIDIA/kvpress (PyPI kvpress)", "KVzipPress.score_kvzip"): kvzip,
     ("NVIDIA/kvpress (PyPI kvpress)", "KVzipPress.compress_post"): together,
     ("snu-mllab/KVzip", "KVScore._threshold, ._threshold_uniform"): together,
+    ("noforit/Lookahead_Q-Cache", "SnapKVCluster.update_kv_LAQ"): laq,
+    ("Zoeyyao27/SirLLM", "StartRecentKVCache.evict_for_space_token_entropy"): sirllm,
+    ("mindspore-lab/golden-stick", "RazorAttention._calc_score / _select_top_heads / _get_retrieval_heads"): razor,
+    ("mit-han-lab/duo-attention", "sparsify_attention_heads"): duo,
     ("d-matrix-ai/keyformer-llm", "GPTJAttention._attn"): keyformer,
     ("ghadiaravi13/MorphKV", "LlamaAttentionMorph.morphkv_mask / DynamicCache.cleanup"): morphkv,
     ("jiwonsong-dev/ReasoningPathCompression", "RPCCluster.compress_kv"): rpc,

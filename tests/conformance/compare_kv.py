@@ -278,6 +278,20 @@ def meda(params: Params, arrays: Arrays) -> None:
     assert counts_of(run) == [int(share * size) for share in arrays["out_layer_ratio"]]
 
 
+def squeeze(params: Params, arrays: Arrays) -> None:
+    """The cosines of the hidden states are given."""
+    cosine, size = arrays["in_cosine"], params["prompt_len"]
+    means = cosine.double().mean(1)
+    close(means, arrays["out_layer_cosine"])
+    share = params["percent"] / params["ini_size"]
+    layers = len(cosine)
+    figures = [torch.rand(1, 1, size) for _ in range(layers)]
+    policy = receiving("h2o", figures, layer_budget=f"squeeze:{share}", joint=True)
+    run = CacheRun(policy, params["ini_size"], layers=layers, seen=means.tolist())
+    run.prompt(torch.zeros(1, 1, size, 1), torch.zeros(1, 1, size, 1))
+    assert counts_of(run) == arrays["out_windows"].tolist()
+
+
 def prefix_kv(params: Params, arrays: Arrays) -> None:
     scores, cases = arrays["in_score"], [name for name in arrays if name.startswith("out_forget_")]
     layers, size = scores.shape
@@ -655,6 +669,7 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("EffiVLM-Bench/EffiVLM-Bench", "LOOK_MCluster.update_kv"): lookm_port,
     ("EffiVLM-Bench/EffiVLM-Bench", "VlCacheKVCluster"): vl_cache,
     ("AIoT-MLSys-Lab/D2O", "D2O_LayerKVCache.__call__"): d2o,
+    ("hetailang/SqueezeAttention", "LlamaModel.forward (budget part)"): squeeze,
     ("liuzuyan/ElasticCache", "ElasticCache.__call__"): elastic_cache,
     ("aiha-lab/InfiniPot-V", "process_kv_cache"): infinipot_v,
     ("furiosa-ai/draft-based-approx-llm", "draft_approx_llm/speckv/util.py:compress_kv"): speckv,

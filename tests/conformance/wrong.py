@@ -36,6 +36,7 @@ from mmaccel.method import (
     TokenMethod,
     registry,
 )
+from mmaccel.method.calibration import HeadPolicy
 
 
 def shifted(kind: type[Method]) -> dict[str, Any]:
@@ -75,6 +76,12 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
     def score(self: Policy, keys: KeyBatch) -> Tensor:
         return kind.score(self, keys).roll(1, -1)  # type: ignore[attr-defined]
 
+    def full_heads(self: HeadPolicy) -> Mapping[int, Tensor]:
+        heads = dict(kind.full_heads(self))  # type: ignore[attr-defined]
+        layer = min(heads)
+        heads[layer] = torch.cat([~heads[layer][:1], heads[layer][1:]])
+        return heads
+
     def recall(self: Policy, paid: Tensor, *others: Any) -> Tensor:
         return kind.recall(self, paid.roll(1, -1), *others)  # type: ignore[attr-defined]
 
@@ -108,6 +115,9 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
         return {"choose": choose, "moved": moved} if hasattr(kind, "moved") else {"choose": choose}
     if issubclass(kind, Policy) and kind.sees_logits:
         return {"recall_by_logits": recall_by_logits}
+    if issubclass(kind, HeadPolicy):
+        # all keys of a head have one score
+        return {"full_heads": full_heads}
     if issubclass(kind, Policy):
         return {"recall": recall, "score": score} if kind.recall is not Policy.recall else {"score": score}
     if issubclass(kind, TokenMethod):

@@ -36,6 +36,7 @@ RECIPES = {
     "safeguard": stage("h2o", head_budget="safeguard:0.5"),
     "prefix-adaptive": stage("h2o", layer_budget="prefix", head_budget="adaptive:0"),
     "variance": stage("h2o", layer_budget="variance"),
+    "squeeze": stage("h2o", layer_budget="squeeze:0.2"),
     "entropy": stage("h2o", layer_budget="entropy"),
     "criticalkv-narrow": stage("criticalkv", window=4),
     "windowkv-narrow": stage("windowkv", window=4, width=3),

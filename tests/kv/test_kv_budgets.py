@@ -195,3 +195,48 @@ def test_a_budget_in_bytes_keeps_as_many_more_keys_as_a_codec_packs_them(retain,
     size, packed = first["tokens_in"], (4 + 32 / 32 + 4 + 32 / 16) / 2
     wanted = int(retain * 32 / packed) if isinstance(retain, int) else int(min(1.0, retain * 32 / packed) * size + 0.5)
     assert first["tokens_kept"] == min(size, wanted) and (kept is None or first["tokens_kept"] == size)
+
+
+def test_the_class_of_highest_cosine_is_squeezed() -> None:
+    assert budgets.squeezed([0.5, 0.9, 0.52, 0.1, 0.91]) == [False, True, False, False, True]
+    assert budgets.squeezed([0.5, 0.9]) == [False, True] and budgets.squeezed([0.5, 0.5]) == [False, False]
+    assert budgets.by_squeeze(40, [100] * 4, [True, True, False, False], 0.25) == [10, 10, 70, 70]
+    # every layer keeps a key, and none more than it has
+    assert budgets.by_squeeze(40, [50] * 2, [True, False], 0.25) == [30, 50]
+    assert budgets.by_squeeze(40, [100] * 2, [True, False], 0.0) == [1, 79]
+    assert budgets.squeezed_official(40, [True, False, False], 0.25, 0.5) == [5, 12, 12]
+    assert budgets.squeezed_official(60, [True, False, False], 0.3, 4.0) == [60, 0, 0]
+
+
+#: what is behind the residual of the attention, in a layer of a kind
+BEHIND = {
+    "llava": "post_attention_layernorm",
+    "gemma3": "pre_feedforward_layernorm",
+    "glm4v": "post_attention_layernorm",
+    "exaone4_5": "mlp",
+    "lfm2_vl": "ffn_norm",
+}  # by choice: one of every order of norms
+
+
+@pytest.mark.parametrize("family", BEHIND)
+def test_the_budget_of_a_layer_follows_how_its_attention_turns_hidden_states(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed, text = zoo.inputs(family, "uneven"), oracle.adapter(family)
+    before, means, seen = {}, [], []
+    monkeypatch.setattr(budgets, "squeezed", lambda cosines: seen.append(cosines) or [False] * len(cosines))
+
+    def leave(module: Any, args: Any) -> None:
+        real = feed["attention_mask"].bool()
+        cosine = torch.cosine_similarity(before.pop("hidden"), args[0], dim=-1) * real
+        means.append(cosine.sum(1) / real.sum(1))
+
+    with accelerated(oracle.subject(family), stage("h2o", layer_budget="squeeze")) as model:
+        layers = [helpers.text_model(model).layers[number] for number in text.attending]
+        hooks = [one.register_forward_pre_hook(lambda _, args: before.update(hidden=args[0])) for one in layers]
+        hooks += [getattr(one, BEHIND[family]).register_forward_pre_hook(leave) for one in layers]
+        model.generate(**feed, max_new_tokens=1)
+        for hook in hooks:
+            hook.remove()
+    assert seen[0] != seen[1]
+    torch.testing.assert_close(torch.tensor(seen).T, torch.stack(means), atol=1e-5, rtol=1e-5)

@@ -263,7 +263,7 @@ def test_a_selector_must_know_its_model(model, good, tmp_path):
     folder = tmp_path / "mine"
     shutil.copytree(good, folder)
     edited("model", weights={"model.nowhere.weight": [0.5] * 8})(folder)
-    with pytest.raises(UnsupportedError, match="knows its model by weights that this one does not have"):
+    with pytest.raises(UnsupportedError, match="is known by weights that this one does not have"):
         accelerate_vlm(model, Learned(folder))
     edited("model", weights={})(folder)
     with pytest.raises(MmaccelError, match=r"`model.weights` must hold the first values of 1 to 256 tensors"):

@@ -1,4 +1,5 @@
-"""Parts of ``eval``, ``compare``, ``tune`` and ``distil``: questions, model, progress, and results that can be resumed."""
+"""Parts of ``eval``, ``compare``, ``tune``, ``distil`` and ``calibrate``: questions, model, progress, and results that can be
+resumed."""
 
 from __future__ import annotations
 
@@ -32,27 +33,32 @@ _SHOWN = 20
 _PER_TASK = 20
 
 
+Suite = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TASK...",
+        help="image, video, document, or tasks of the generated suite such as: colour reading motion  [default: image]",
+    ),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="JSONL of your own instead; mmaccel eval --help has a line of it."),
+]
+Limit = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", help=f"Questions a task, or lines of --data.  [default: {_PER_TASK}, or all lines]"
+    ),
+]
+
+
 @dataclass(frozen=True)
 class Asked:
     """Questions and how they are asked."""
 
-    suite: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TASK...",
-            help="image, video, document, or tasks of the generated suite such as: colour reading motion  [default: image]",
-        ),
-    ] = None
-    data: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="JSONL of your own instead; mmaccel eval --help has a line of it."),
-    ] = None
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help=f"Questions a task, or lines of --data.  [default: {_PER_TASK}, or all lines]"
-        ),
-    ] = None
+    suite: Suite = None
+    data: Data = None
+    limit: Limit = None
     batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Questions at a time.")] = 16
     max_new_tokens: Longest = 32
     frames: Frames = 16
@@ -234,9 +240,13 @@ class Run:
             "rows": [row.as_dict() | ({"answers": answers[row.title]} if row.title in answers else {}) for row in rows],
         }
 
+    @property
+    def answering(self) -> dict[str, int]:
+        """Arguments of ``tune`` and ``distil`` for how questions are answered."""
+        return {"batch_size": self.asked.batch_size, "max_new_tokens": self.asked.max_new_tokens}
+
     def call(self, what: str, function: Callable[..., T], **options: Any) -> T:
-        """``tune`` or ``distil`` on the questions, with a progress bar; names the questions that cannot be used if it fails."""
-        options |= {"batch_size": self.asked.batch_size, "max_new_tokens": self.asked.max_new_tokens}
+        """A program on the questions, with a progress bar; names the questions that cannot be used if it fails."""
         try:
             with working(what, 1) as bar:
                 return function(

@@ -20,7 +20,7 @@ from ...kv.select import observed
 from ...method import LayerAttention, Policy
 from ...method.layers import SharedPass
 from ..call.call import Call, current
-from ..call.forward import Forward, Prompt
+from ..call.forward import Forward, Prompt, rows_at, to_device_packed
 from ..call.plan import ModelPlan, PlannedStage, record
 from ..call.runs import KeysToRead, LayerAttended, Run, TextInputs
 from ..prompt import lookahead, reread
@@ -80,11 +80,13 @@ class EvictKeys(CachePolicy):
 
     pre_rope, unrotated : ``[B, q, H D]`` or ``[B, q, H, D]``, queries and keys of the layer at work before RoPE, if the policy
         looks at them.
+    entering : ``[B, q, D]``, the input of the layer at work, if budgets depend on how attention turns it.
     """
 
     def __init__(self, forward: Forward, stage: PlannedStage[Policy], state: CacheState) -> None:
         super().__init__(forward, stage, state)
         self.pre_rope: Tensor | None = None
+        self.entering: Tensor | None = None
         self.unrotated: Tensor | None = None
         self._observed: tuple[LayerAttention, Tensor | None] | None = None
 
@@ -203,7 +205,7 @@ class EvictKeys(CachePolicy):
 
 
 class EvictByText(EvictKeys):
-    """Evict the keys of a prompt by a text that is read behind it."""
+    """Evict the keys of a prompt by what a model makes of it when it is over, by default by a text that is read behind it."""
 
     runs_model = True
     stage: PlannedStage[Any]
@@ -240,6 +242,33 @@ class EvictByDraft(EvictByText):
         evicted.scores.behind = lookahead.text_behind(self.call, evicted.prompt, self.stage, positions)
 
 
+class EvictByOwnText(EvictByText):
+    """The text is what the model itself writes behind the prompt."""
+
+    def read(self, evicted: PromptEviction) -> None:
+        """Keep queries, keys and values of the text."""
+        prompt = evicted.prompt
+        assert self.hidden is not None
+        (last,) = to_device_packed(self.hidden.device, prompt.chosen.argmax(1))
+        hidden = rows_at(self.hidden, last[:, None])[:, 0]
+        positions, count = self.arguments.get("position_ids"), evicted.policy.lookahead
+        evicted.scores.behind = lookahead.own_text_behind(self.call, prompt, count, hidden, positions)
+
+
+class EvictBySurprise(EvictByText):
+    """Evict the keys of a prompt by how little its tokens were expected."""
+
+    def read(self, evicted: PromptEviction) -> None:
+        """Keep what was expected of every token."""
+        prompt = evicted.prompt
+        assert self.hidden is not None
+        surprise = lookahead.surprise(prompt, self.hidden)
+        for number, one in evicted.scores.waiting.items():
+            at = (one.tokens.places.to(surprise.device) - prompt.seen).clamp(min=0)
+            figures = surprise.gather(1, at).to(one.tokens.places.device)
+            evicted.scores.reread[number] = figures[:, None].expand(-1, one.layer.keys.shape[1], -1)
+
+
 class EvictByReread(EvictByText):
     """The text is the prompt once more; a policy observes the layers while they read it."""
 
@@ -256,14 +285,44 @@ def hook_queries(plan: ModelPlan, hook: Callable[..., None]) -> None:
         return
 
     def note(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
-        call = current(plan)
-        runs = None if call is None or call.observer is not None else call.text.runs
-        if runs is not None and isinstance(runs.forward, Prompt) and (evict := runs.of(EvictKeys)) is not None:
+        if (evict := _evicting(plan)) is not None:
             setattr(evict, name, output.transpose(1, 2) if plan.family.heads_first else output)
 
     family, policy = plan.family, plan.policy.method
+    if policy.choice("layer_budget")[0] == "squeeze":
+        _hook_turns(plan, hook)
     for attention in map(family.attention_in, family.attending):
         if policy.future:
             hook(family.queries_in(attention).register_forward_hook(partial(note, "pre_rope")))
         if policy.needs_unrotated:
             hook(family.keys_in(attention).register_forward_hook(partial(note, "unrotated")))
+
+
+def _evicting(plan: ModelPlan) -> EvictKeys | None:
+    """The run that evicts keys of the prompt that is being read, or None."""
+    call = current(plan)
+    runs = None if call is None or call.observer is not None else call.text.runs
+    return None if runs is None or not isinstance(runs.forward, Prompt) else runs.of(EvictKeys)
+
+
+def _hook_turns(plan: ModelPlan, hook: Callable[..., None]) -> None:
+    """Note how far the attention of each layer turns the hidden states of a prompt."""
+    family = plan.family
+
+    def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if (evict := _evicting(plan)) is not None:
+            evict.entering = args[0] if args else kwargs["hidden_states"]
+
+    def leave(number: int, factor: float, module: nn.Module, args: Any, output: Any) -> None:
+        if (evict := _evicting(plan)) is not None and evict.prompt is not None and evict.entering is not None:
+            added = output[0] if isinstance(output, tuple) else output
+            evict.prompt.note_turn(number, evict.entering, evict.entering + added * factor)
+            evict.entering = None
+
+    for number, place in enumerate(family.attending):
+        layer = family.text.layers[place]
+        norm = family.norm_in(layer)
+        first = family.attention_in(place) if isinstance(norm, nn.Identity) else norm
+        hook(first.register_forward_pre_hook(enter, with_kwargs=True))
+        factor = getattr(layer, "residual_multiplier", 1.0)
+        hook(family.attended_in(layer).register_forward_hook(partial(leave, number, factor)))

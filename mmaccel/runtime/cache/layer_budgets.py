@@ -27,7 +27,7 @@ class Waiting:
 
     queries : ``[B, Hq, W, D]``, the last ones of the prompt. scaling, received, expected, unrotated : see
         :class:`~mmaccel.method.KeyBatch`; ``received`` is of the keys of the prompt.
-    seen : ``[B]``, the figure of its attention that its budget is proportional to, for budgets by attention.
+    seen : ``[B]``, the figure of its attention that its budget depends on, for budgets by attention.
     """
 
     layer: QuantisedLayer
@@ -98,13 +98,18 @@ def by_content(
         sizes = [one.tokens.rivals[row] for one in waiting]
         if how in ("sparsity", "entropy") and policy.official:
             rows.append(budgets.clipped_official(count, sizes, torch.tensor(shares[row]), policy.newest))
+        elif how == "squeeze":
+            low, share = budgets.squeezed(shares[row]), uniform or 0.0
+            if policy.official:
+                rows.append(budgets.squeezed_official(sizes[0], low, _kept(stage, count, sizes[0]), share))
+            else:
+                rows.append(budgets.by_squeeze(count, sizes, low, share))
         elif how in ("sparsity", "entropy"):
             rows.append(budgets.by_shares(count, sizes, shares[row], uniform or 0.0))
         elif how == "prefix" and policy.official:
             means = [x[..., at].mean(1).to(home) for x, at in _same_tokens(raw, waiting, row)]
             sure = scores[0][row, 0] == torch.inf
-            kept = count / max(1, sizes[0]) if stage.retain is None or isinstance(stage.retain, int) else stage.retain
-            target = int(sum(sizes) * (1 - kept))
+            target = int(sum(sizes) * (1 - _kept(stage, count, sizes[0])))
             rows.append(budgets.prefix_official([one for x in means for one in x], target, int(sure.sum())))
         else:
             mine = [_proportions(x[..., at]) for x, at in _same_tokens(scores, waiting, row)]
@@ -115,6 +120,11 @@ def by_content(
             ratios = budgets.variance_ratios(x.to(home).double() for x in spread)
             rows.append(budgets.by_shares(count, sizes, ratios.tolist()))
     return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _kept(stage: CacheRules, count: int, size: int) -> float:
+    """The share of ``size`` keys that stays in the mean over layers, as the user gave it if it is one."""
+    return count / max(1, size) if stage.retain is None or isinstance(stage.retain, int) else stage.retain
 
 
 def globally(stage: CacheRules, budget: list[int], waiting: list[Waiting], scores: list[Tensor]) -> list[Tensor]:

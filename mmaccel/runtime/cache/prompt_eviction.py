@@ -13,6 +13,7 @@ all layers wait for the end of the forward.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ class PromptEviction:
         self.scores = PromptScores(rules, state, prompt)
         self.evictor = Evictor(rules, prompt, self.tokens, schedule)
         self.split = self.policy.choice("layer_budget")[0]
-        waits = self.policy.deferred or self.policy.rereads or prompt.plan.draft_policy is not None
+        policy = self.policy
+        waits = policy.deferred or policy.rereads or policy.lookahead > 0 or policy.needs_surprise
         #: whether all layers wait for the end of the forward
         self.late = waits or self.split not in KNOWN
 
@@ -105,6 +107,14 @@ class PromptEviction:
             seen=seen,
             unrotated=None if unrotated is None else unrotated.flatten(2).unflatten(2, (-1, channels)).transpose(1, 2),
         )
+
+    def note_turn(self, number: int, before: Tensor, after: Tensor) -> None:
+        """Note the cosine of the hidden states ``[B, q, D]`` before and behind the attention of a layer, mean over tokens."""
+        if (one := self.scores.waiting.get(number)) is not None:
+            valid = one.tokens.places.to(before.device) >= 0
+            cosine = torch.cosine_similarity(before.float(), after.float(), dim=-1).masked_fill(~valid, 0.0)
+            mean = cosine.sum(1) / valid.sum(1).clamp(min=1)
+            self.scores.waiting[number] = replace(one, seen=mean)
 
     def flush_if_full(self) -> None:
         """Evict from the layers that wait if one more would exceed the bytes they may hold."""

@@ -38,8 +38,9 @@ class PromptScores:
     """Scores of the keys of a prompt, by the policy of a recipe.
 
     waiting : by number, layers whose attention has run and from which nothing is evicted yet.
-    behind : the text that a draft has written behind the prompt, for policies that score by it.
-    reread : by number of a layer, what a policy has observed while the prompt was read again, ``[B, Hkv, K]`` float32.
+    behind : the text that a draft, or the model, has written behind the prompt, for policies that score by it.
+    reread : by number of a layer, figures that are known only when the prompt is over, ``[B, Hkv, K]`` float32: what a policy
+        has observed while the prompt was read again, or how little the tokens were expected.
     """
 
     def __init__(self, rules: CacheRules, state: CacheState, prompt: Prompt) -> None:
@@ -135,6 +136,7 @@ def _with_text_behind(keys: KeyBatch, behind: TextBehind, layers: LayerBatch) ->
         picture=None if keys.picture is None else torch.cat([keys.picture, none], 1),
         cells=None if keys.cells is None else torch.cat([keys.cells, none[..., None].expand(-1, -1, 3)], 1),
         memo={},
+        written=places.shape[1],
     )
 
 

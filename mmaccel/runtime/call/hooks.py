@@ -251,7 +251,7 @@ class TextHooks:
     def _leave(self, call: Call[ModelPlan], output: Any) -> Any:
         runs = call.text.runs
         if runs is not None and output is not None:
-            runs.finish()
+            runs.finish(output.last_hidden_state)
         call.text.runs = None
         if call.text.timer is not None:
             call.stats.clock.stop(call.text.timer[1], call.text.timer[0])

@@ -110,7 +110,10 @@ class Run:
     by_piece : whether ``keys_to_read`` and ``after_attention`` are called for each piece of a forward; else the latter for the
         last, with the queries of all.
     last_queries : how many of these queries it looks at; None for all.
+    hidden : ``[B, q, D]``, the output of the text model in ``finish``, for runs that run a model.
     """
+
+    hidden: Tensor | None = None
 
     reads_keys: bool = False
     last_queries: int | None = 0
@@ -236,9 +239,11 @@ class Runs:
         self._queries[layer.number] = queries
         return None
 
-    def finish(self) -> None:
-        """Let all runs finish: the last layer has run."""
+    def finish(self, hidden: Tensor) -> None:
+        """Let all runs finish: the last layer has run, and the text model returns ``hidden [B, q, D]``."""
         for run in self._runs:
+            if run.runs_model:
+                run.hidden = hidden
             with self._precision(run):
                 run.finish()
 

@@ -91,10 +91,10 @@ def read(call: Call[Any], method: DraftMethod, draft: Family, batch: int, length
             hook.remove()
             patch.off()
     # of the text before each step: the last token is seen by none
-    unended = _unended(draft, written[:, : len(watched.steps) - 1])
-    with without_autocast(unended.device):
+    before_end = unended(draft, written[:, : len(watched.steps) - 1])
+    with without_autocast(before_end.device):
         steps = torch.stack(watched.steps, 1)
-        seen = method.finalize(steps, pad(unended, (1, 0), value=True))
+        seen = method.finalize(steps, pad(before_end, (1, 0), value=True))
     check_tensor(method, "finalize()", seen, "float", (len(steps), steps.shape[2]), steps)
     check_numbers(method, "finalize()", seen, watched.valid.to(seen.device))
     seen = torch.zeros_like(seen).scatter(1, order, seen)
@@ -110,8 +110,8 @@ def write(
     inputs, _ = _inputs(call, draft, length)
     with _one:
         written = _written(method, draft, inputs)
-    unended = _unended(draft, written)
-    return tuple(x.to(device).repeat_interleave(batch // len(x), 0) for x in (written, unended))  # type: ignore[return-value]
+    before_end = unended(draft, written)
+    return tuple(x.to(device).repeat_interleave(batch // len(x), 0) for x in (written, before_end))  # type: ignore[return-value]
 
 
 def _inputs(call: Call[Any], draft: Family, length: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -143,7 +143,7 @@ def _written(method: Drafted, draft: Family, inputs: dict[str, Tensor]) -> Tenso
     return written[:, inputs["input_ids"].shape[1] :]
 
 
-def _unended(draft: Family, written: Tensor) -> Tensor:
+def unended(draft: Family, written: Tensor) -> Tensor:
     """``[b, n]`` bool: the tokens of ``written [b, n]`` that come before the end of the answer."""
     ends = draft.model.generation_config.eos_token_id
     ends = torch.tensor(ends if isinstance(ends, list) else [-1 if ends is None else ends], device=written.device)

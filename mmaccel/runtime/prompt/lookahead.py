@@ -177,6 +177,55 @@ def text_behind(
     return behind
 
 
+def own_text_behind(
+    call: Call[ModelPlan], prompt: Prompt, count: int, hidden: Tensor, positions: Tensor | None
+) -> TextBehind:
+    """Queries, keys and values of the ``count`` tokens that the model itself writes behind a prompt, greedily; nothing of it is
+    stored. ``hidden [B, D]`` is the last hidden state of the last token of each row; for ``positions`` see
+    :func:`text_behind`."""
+    state, family, device = prompt.state, prompt.plan.family, prompt.device
+    assert state is not None
+    end = prompt.seen + prompt.length
+    written = hidden.new_empty(len(hidden), 0, dtype=torch.long)
+    while True:
+        with torch.no_grad():
+            following = family.logits(hidden).argmax(-1).to(device)
+        written = torch.cat([written.to(device), following[:, None]], dim=1)
+        at = torch.arange(end, end + written.shape[1], device=device).expand_as(written)
+        whole = written.shape[1] == count
+        places = at.masked_fill(~draft.unended(family, written), -1) if whole else at
+        behind = TextBehind(state.layers, family.stored_from, places)
+        hidden = run_behind(call, prompt, behind, at, positions, {"input_ids": written})[:, -1]
+        if whole:
+            return behind
+
+
+def surprise(prompt: Prompt, hidden: Tensor) -> Tensor:
+    """``[B, S]`` float32 by place of a prompt: ``-log p`` of each text token under the model, of each visual token its mean
+    over what the model expected there; the highest of the row where the token before is not there. ``hidden [B, q, D]`` are
+    the last hidden states of the tokens that are left."""
+    family = prompt.plan.family
+    # what stands behind each token that is left
+    behind = prompt.chosen + 1
+    known = (prompt.chosen >= 0) & (behind < prompt.length)
+    behind = behind.masked_fill(~known, 0)
+    behind, words, visual, known = to_device_packed(
+        hidden.device, behind, prompt.ids.gather(1, behind), prompt.layout.visual.gather(1, behind), known
+    )
+    found = hidden.new_full((len(hidden), prompt.length), -torch.inf, dtype=torch.float32)
+    step = max(1, (1 << 24) // (len(hidden) * family.text.config.vocab_size))
+    with torch.no_grad():
+        for start in range(0, hidden.shape[1], step):
+            part = slice(start, start + step)
+            logs = family.logits(hidden[:, part]).float().log_softmax(-1)
+            own = -logs.gather(2, words[:, part, None])[..., 0]
+            mean = -(logs.exp() * logs).nan_to_num(0.0).sum(-1)
+            value = torch.where(visual[:, part].bool(), mean, own).masked_fill(~known[:, part].bool(), -torch.inf)
+            found = found.scatter_reduce(1, behind[:, part], value, "amax")
+    most = found.amax(1, keepdim=True).nan_to_num(neginf=0.0)
+    return torch.where(found == -torch.inf, most, found)
+
+
 def run_behind(
     call: Call[ModelPlan],
     prompt: Prompt,
@@ -184,9 +233,10 @@ def run_behind(
     at: Tensor,
     positions: Tensor | None,
     given: dict[str, Tensor],
-) -> None:
+) -> Tensor:
     """Let the text model read a text at the places ``at [B, n]`` behind a prompt, without storing it; ``behind`` observes its
-    attention. ``positions`` are those that the text model was given for the prompt, ``given`` the ids or embeddings.
+    attention. ``positions`` are those that the text model was given for the prompt, ``given`` the ids or embeddings. Returns
+    the last hidden states ``[B, n, D]``.
     """
     state, family, device = prompt.state, prompt.plan.family, prompt.device
     assert state is not None and state.positions.offset is not None
@@ -203,13 +253,14 @@ def run_behind(
         cache = Cache([next(states) if n in family.recurrent else _Passing(end) for n in range(family.depth)])
         call.observer = behind
         with torch.no_grad():
-            family.text(
+            hidden: Tensor = family.text(
                 **given,
                 position_ids=places,
                 attention_mask=family.mask_argument(None),
                 use_cache=False,
                 **cache_argument(cache),
-            )
+            ).last_hidden_state
+            return hidden
     finally:
         call.observer = None
         for restore in undo:
