@@ -213,7 +213,7 @@ class CacheRun:
             outgoing_in=lambda i: text.layers[i].self_attn.o_proj,
         )
         drafts = self.stage if isinstance(policy, DraftPolicy) else None
-        self.plan: Any = SimpleNamespace(recipe=recipe, family=family, draft_policy=drafts, stages=())
+        self.plan: Any = SimpleNamespace(recipe=recipe, family=family, draft_policy=drafts, stages=(), token_groups=())
         self.state = CacheState(layers)
         self.run: CachePolicy
 
