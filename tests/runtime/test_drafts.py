@@ -155,7 +155,8 @@ def test_trees_change_no_answer(
     assert torch.equal(out.sequences, bare.sequences)
     mine, its = out.past_key_values, bare.past_key_values
     assert mine.get_seq_length() == its.get_seq_length()
-    if not all(type(layer) is DynamicLayer for layer in its.layers):
+    # a model that is given no positions counts them itself, and cannot be shown a tree
+    if family == "hyperclovax_vision_v2" or not all(type(layer) is DynamicLayer for layer in its.layers):
         assert figures["drafted"] == 0
         return
     assert 5 < figures["accepted"] < figures["drafted"] and figures["verifications"] < NEW - 5
