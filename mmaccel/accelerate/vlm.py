@@ -159,10 +159,7 @@ class Accelerator(Handle):
             self.pruning = PatchPruning(plan, self._hook)
         if plan.reuse is not None:
             self.reuse = FrameReuse(plan, self._wrap)
-        if plan.frame_merging is not None:
-            FrameMerging(plan, plan.frame_merging, self._hook)
-        if plan.rebuilding is not None:
-            Rebuilding(plan, plan.rebuilding, self._hook)
+        _merge_and_rebuild(plan, self._hook)
         self.text = TextHooks(plan, make_runs, self.check_attached, self._hook)
         self._wrap(family.text, "forward", functools.partial(split_forward, plan))
         hook_queries(plan, self._hook)
@@ -303,6 +300,14 @@ class Accelerator(Handle):
             # masks that are made of lengths alone would be wrong behind a reduced prompt; attention makes its own
             return args, {**kwargs, "attention_mask": self.family.mask_argument(None)}
         return None
+
+
+def _merge_and_rebuild(plan: ModelPlan, hook: Callable[..., None]) -> None:
+    """Let the methods of a plan merge frames in the vision tower, and rebuild the patches that layers leave out."""
+    if plan.frame_merging is not None:
+        FrameMerging(plan, plan.frame_merging, hook)
+    if plan.rebuilding is not None:
+        Rebuilding(plan, plan.rebuilding, hook)
 
 
 def _check_bare(plan: ModelPlan, cache: Any) -> None:
