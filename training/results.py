@@ -77,6 +77,40 @@ def accuracy_table(record: dict[str, Any], log: Path) -> str:
     return "\n".join([_table(rows), "", *notes, _origin(record)])
 
 
+def smol_table(record: dict[str, Any], log: Path) -> str:
+    """What ``mini-smol`` answers about the right and a wrong picture, what it kept of the bare language model, and what recipes
+    keep of its answers."""
+
+    def share(found: dict[str, Any]) -> str:
+        low, high = found["interval"]
+        return f"{found['percent']:.0f} ({low:.0f} to {high:.0f})"
+
+    rows = [["task", "right, %", "with a wrong picture, %"]]
+    for kind in ("suite", "documents"):
+        full, wrong = record[kind]["full"], record[kind]["wrong"]
+        tasks = [task for task in full if task != "average"]
+        rows += [[task, share(full[task]), share(wrong[task])] for task in tasks]
+        rows.append([f"**{kind}**", *(f"**{share(found['average'])}**" for found in (full, wrong))])
+    kept = [["recipe", "answers kept, %"], *([f"`{name}`", share(found)] for name, found in record["kept"].items())]
+    losses = [
+        f"{kind} {found['bare']:.3f} before, {found['trained']:.3f} after ({found['trained'] / found['bare'] - 1:+.1%})"
+        for kind, found in record["plain_text_loss"].items()
+    ]
+    first, visual = record["attention"]["first token"], record["attention"]["visual tokens"]
+    layers = ", ".join(f"{n}: {first[n]:.2f} and {visual[n]:.2f}" for n in range(0, len(first), 4))
+    notes = [
+        f"{record['per_task']} questions a task of the {record['split']} split, in {record['dtype']}.",
+        f"Loss of the next token of plain text: {', '.join(losses)}.",
+        f"Attention of the last token on the first and on all visual tokens, by layer: {layers}.",
+    ]
+    if log.exists():
+        lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+        ends = {line["stage"]: line for line in lines}
+        took = [f"`{name}` {end['seen']} in {end['seconds'] / 60:.0f} minutes" for name, end in ends.items()]
+        notes.append(f"Pictures and time of the stages: {', '.join(took)}.")
+    return "\n".join([_table(rows), "", _table(kept), "", *notes, _origin(record)])
+
+
 def training_notes(log: Path) -> str:
     """What a training took, from its log of one JSON object a line."""
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
@@ -225,6 +259,8 @@ def block(name: str) -> str:
         return recipes_table(record)
     if "quality_percent" in record:
         return clip_table(record)
+    if "documents" in record:
+        return smol_table(record, RESULTS / f"{name.removesuffix('-quality')}-training.jsonl")
     return accuracy_table(record, RESULTS / f"{name.removesuffix('-quality')}-training.jsonl")
 
 

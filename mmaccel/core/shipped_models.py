@@ -10,7 +10,7 @@ from ..errors import MmaccelError
 #: the folder of the models in this package
 MODELS = Path(__file__).parents[1] / "models"
 #: the models in the package mmaccel-models
-LARGER = ("mini-llava-deep",)
+LARGER = ("mini-llava-deep", "mini-smol")
 #: the folder of that package in a checkout
 _CHECKOUT = Path(__file__).parents[2] / "packages" / "mmaccel-models" / "mmaccel_models"
 

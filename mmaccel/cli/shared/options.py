@@ -88,7 +88,7 @@ class ModelOptions:
         typer.Option(
             metavar="MODEL",
             help="Folder, hub id, or short name of one that comes with mmaccel (mini-llava, mini-qwen-vl) or mmaccel-models "
-            "(mini-llava-deep).  [default: mini-llava, for videos mini-qwen-vl]",
+            "(mini-llava-deep, mini-smol).  [default: mini-llava, for videos mini-qwen-vl]",
         ),
     ] = None
     device: Device = None
