@@ -38,6 +38,7 @@ from mmaccel.method import (
     TokenBatch,
     TokenMethod,
 )
+from mmaccel.method.calibration import HeadPolicy
 from mmaccel.method.registry import methods
 from mmaccel.method.reread import RereadPolicy
 
@@ -85,6 +86,7 @@ def given(kind: type[Method], width: int = WIDTH) -> dict[str, Any]:
     it has learned."""
     needed = {"selector": random_selectors.alone(width)}
     needed |= {"clip_model": "stand-in", "query": "a dog"} if issubclass(kind, FramesMethod) else {}
+    needed |= {"calibration": random_selectors.calibrated()} if issubclass(kind, HeadPolicy) else {}
     names = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     return {name: value for name, value in needed.items() if name in names}
 
@@ -352,7 +354,7 @@ def keys_of(
         visual=visual,
         index=torch.where(valid, torch.arange(KEYS), -1),
         scaling=width**-0.5,
-        received=paid if policy.observes or isinstance(policy, RereadPolicy) else None,
+        received=paid if policy.observes or policy.needs_surprise or isinstance(policy, RereadPolicy) else None,
         count=torch.full((rows,), 10),
         picture=torch.where(visual, 0, -1),
         cells=torch.where(visual[..., None], cells, -1),
