@@ -264,8 +264,9 @@ def factor(distance: int) -> float:
     return math.log(2 - turns)
 
 
-# by choice: one position a token and three axes; methods that drop, merge, and merge in the tower
+# by choice: one position a token and three axes
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+# by choice: methods that drop, merge, and merge in the tower
 @pytest.mark.parametrize("name", ["divprune", "restore-merge", "aim-merge", "tome"])
 def test_restore_gives_a_picture_its_old_share(family: str, name: str) -> None:
     model, feed = oracle.subject(family), zoo.inputs(family, "images")
