@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..core.budget import check_age
-from ..errors import MmaccelError
+from ..errors import MmaccelError, UnsupportedError
 from .base import Method, ModelFacts
 from .layers import LayerAttention, Layerwise
 from .registry import get_method
@@ -379,6 +379,8 @@ class Policy(CacheOptions):
         """Raise :class:`MmaccelError` where options cannot be combined."""
         if self.shared and self.choice("head_budget")[0] != "uniform":
             raise MmaccelError(f"{self.name} keeps the same keys for all heads; leave out head_budget.")
+        if self.extends and (why := fixed_keys(family)):
+            raise UnsupportedError(f"{self.name}: {why}; leave it out, and show fewer pictures or frames.")
 
     def check_settings(self, positions: str, proportional: str) -> None:
         """As :meth:`Method.check_settings`; :attr:`text_policy` must be a policy that can rank text."""
@@ -482,3 +484,18 @@ class Policy(CacheOptions):
     def observes(self) -> bool:
         """Whether :meth:`observe` is to be called."""
         return type(self).observe is not Policy.observe
+
+
+def moves_keys(family: ModelFacts) -> bool:
+    """Whether keys of a model can be moved to other positions: RoPE turns halves, by angles that no length changes."""
+    rope = family.model.config.get_text_config().rope_parameters or {}
+    return bool(family.halves) and rope.get("rope_type") not in ("dynamic", "longrope")
+
+
+def fixed_keys(family: ModelFacts) -> str | None:
+    """Why keys of a model cannot be moved to other positions along one axis; None where they can."""
+    if not moves_keys(family):
+        return f"keys of this {family.name} model cannot be moved to other positions"
+    if "mrope_section" in (family.model.config.get_text_config().rope_parameters or {}):
+        return f"positions of this {family.name} model have three axes, and keys are moved along one"
+    return None

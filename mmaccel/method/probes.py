@@ -31,8 +31,9 @@ def probing(attention: LayerAttention, most: int, count: Callable[[Tensor], Tens
     step, newest = torch.arange(most, device=device), count(length)
     spread = newest + step * (length - newest) // newest
     chosen = rows - 1 - torch.cat([step.expand(len(real), -1), spread], 1)
-    # a short prompt has fewer; a key that is asked for twice counts once
-    first = torch.cat([torch.ones_like(chosen[:, :1]).bool(), chosen[:, 1:] != chosen[:, :-1]], 1)
+    # a short prompt has fewer; a query that is spread on twice counts once
+    first = torch.ones_like(chosen, dtype=torch.bool)
+    first[:, most + 1 :] = spread[:, 1:] != spread[:, :-1]
     first &= (chosen >= rows - length) & (step < newest).repeat(1, 2)
     chosen = chosen.clamp(min=0)
     wide = chosen[:, None, :, None]

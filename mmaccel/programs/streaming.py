@@ -25,9 +25,9 @@ from ..kv.cache import CacheState, adopt
 from ..kv.parked import ParkedFrames
 from ..media.files import Clip, Prompt, encode
 from ..method import Policy, RecallPolicy
+from ..method.keys import moves_keys
 from ..method.registry import methods
 from ..recipe import Recipe, Stage, get_recipe
-from ..runtime.cache.rotation import moves_keys
 from ..video.clip import as_frames, as_rate
 from .model_lock import model_lock
 

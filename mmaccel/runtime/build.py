@@ -44,6 +44,7 @@ from ..method import (
     Tap,
     TokenMethod,
 )
+from ..method.keys import fixed_keys
 from ..method.refused import described, refuse
 from ..method.results import check_type
 from ..recipe import Recipe, Stage
@@ -64,7 +65,7 @@ from .cache.packing import PackKeys
 from .cache.piece_eviction import EvictByPiece
 from .cache.reading import ReadKeys, ReadKeysAhead, RecallKeys
 from .cache.recall import AskFrames, ReadFrames, RecallRun
-from .cache.rotation import moves_keys, positions_of
+from .cache.rotation import positions_of
 from .call.call import Call
 from .call.forward import Continuation, Forward, Prompt
 from .call.plan import (
@@ -165,23 +166,18 @@ def plan_model(
 
 def _check_gaps(recipe: Recipe, stages: tuple[PlannedStage[Any], ...], family: Family, offload: Offload | None) -> None:
     """Raise :class:`UnsupportedError` where keys cannot be given other positions, if they are to be."""
-    moving = [stage.method for stage in _of(Policy, stages) if stage.method.close_gaps or stage.method.extends]
-    if not moving:
+    closing = [stage.method.name for stage in _of(Policy, stages) if stage.method.close_gaps]
+    if not closing:
         return
-    method, closes = moving[0], moving[0].close_gaps
-    if closes and (others := [stage.method.name for stage in stages if stage.method.site in ("layers", "codec")]):
+    why: str | None
+    if others := [stage.method.name for stage in stages if stage.method.site in ("layers", "codec")]:
         why = f"{', '.join(others)} of recipe {recipe.name!r} leaves layers of different lengths, or packs keys as they stand"
-    elif closes and (recipe.chunk is not None or offload is not None):
+    elif recipe.chunk is not None or offload is not None:
         why = "keys are moved when the whole prompt is evicted from, where chunk= and offload= have moved them on"
-    elif not moves_keys(family):
-        why = f"keys of this {family.name} model cannot be moved to other positions"
-    elif "mrope_section" in (family.text.config.rope_parameters or {}):
-        why = f"positions of this {family.name} model have three axes, and keys are moved along one"
     else:
-        return
-    if closes:
-        raise UnsupportedError(f"close_gaps=True of {method.name}: {why}; leave out close_gaps.")
-    raise UnsupportedError(f"{method.name}: {why}; leave it out, and show fewer pictures or frames.")
+        why = fixed_keys(family)
+    if why is not None:
+        raise UnsupportedError(f"close_gaps=True of {closing[0]}: {why}; leave out close_gaps.")
 
 
 def key_biases(family: Family) -> dict[int, Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated
 from mmaccel.core.reduction import Reduction
+from mmaccel.kv.policies.zipcache_tokens import ZipCacheTokens
 from mmaccel.layers.aim import AimPageRank
 from mmaccel.layers.fastkv import FastKVTokens
 from mmaccel.layers.framefusion import FrameFusion, merge_runs, sparsity_needed
@@ -460,6 +461,18 @@ def test_what_a_layer_shows_of_a_row_does_not_depend_on_the_batch(method: LayerM
         for name, figures in method.observe(alone).items():
             assert figures.dtype == torch.float32
             torch.testing.assert_close(together[name][row, -length:], figures[0])
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.3, 0.5])
+def test_probes_of_a_row_do_not_depend_on_the_batch(share: float) -> None:
+    """A row that has one probe less than the longest has them all."""
+    lengths = list(range(19, 2, -1))
+    layer, policy = layer_of(lengths), ZipCacheTokens(share=share)
+    together = policy.observe(layer, torch.zeros(0))
+    for row, length in enumerate(lengths):
+        query, key = (part[row : row + 1, :, -length:] for part in (layer.query, layer.key))
+        alone = LayerAttention(query, key, None, layer.scaling, layer.text[row : row + 1, -length:])
+        torch.testing.assert_close(together[row, :, -length:], policy.observe(alone, torch.zeros(0))[0])
 
 
 def test_keys_are_converted_once_and_only_if_looked_at() -> None:

@@ -7,14 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...families import Family
-
-
-def moves_keys(family: Family) -> bool:
-    """Whether keys of a model can be moved to other positions: RoPE turns halves, by angles that no length changes."""
-    rope = family.text.config.rope_parameters or {}
-    return bool(family.halves) and rope.get("rope_type") not in ("dynamic", "longrope")
-
 
 def positions_of(config: Any) -> int | None:
     """Number of positions of a language model by its ``config``, with scaled RoPE; None if it does not say."""
