@@ -132,7 +132,7 @@ CHOICES: Mapping[str, Mapping[str, float | None]] = {
 _REST = {"int": "kivi", "turbo": "turboquant", "smooth": "qserve", "zip": "zipcache-codec"}
 
 #: the range of that number where it is not a share, from 0 to 1
-LIMITS: Mapping[str, tuple[float, float]] = {"pyramid": (0.5, 1e6), "kvpress": (0.5, 1e6), "squeeze": (0.0, 1e6)}
+LIMITS: Mapping[str, tuple[float, float]] = {"pyramid": (0.5, 1e6), "kvpress": (0.5, 1e6)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,11 +269,7 @@ class CacheOptions(Method):
         """Refuse what evicts or merges keys that ``rest`` keeps."""
         if self.scheduled:
             raise MmaccelError(
-                f"rest={self.rest!r} keeps all keys of a prompt, and every and cap evict some while decoding; leave out one."
-            )
-        if self.age:
-            raise MmaccelError(
-                f"rest={self.rest!r} keeps all keys of a prompt, and age evicts some later; leave out one."
+                f"rest={self.rest!r} keeps all keys of a prompt, and every, cap and age evict some later; leave out one."
             )
         if self.compact != "evict":
             raise MmaccelError(

@@ -79,6 +79,7 @@ def test_the_authors_cut_the_floor_of_a_head_to_a_whole_number() -> None:
     [
         *(("layer_budget", f"pyramid:{beta}") for beta in ("0", "0.4", "-20", "nan", "inf", "1e400", "1e300")),
         *(("layer_budget", f"sparsity:{share}") for share in ("-0.1", "1.1", "nan")),
+        *(("layer_budget", f"squeeze:{share}") for share in ("-0.1", "2")),
         *(("head_budget", f"{how}:{floor}") for how in ("adaptive", "safeguard") for floor in ("-1", "2", "nan")),
         ("compact", "ema:7"),
     ],

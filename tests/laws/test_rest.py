@@ -190,8 +190,9 @@ def test_a_budget_of_bytes_counts_the_rest() -> None:
     [
         ((Stage("snapkv", 0.5, {"rest": "int3"}),), None, "rest='int3' is unknown; it can be evict, int2"),
         ((Stage("snapkv", 0.5, {"rest": "int2:3"}),), None, "is unknown"),
-        ((Stage("h2o", 0.5, {"rest": "int2", "every": 4}),), None, "every and cap evict some while decoding"),
-        ((Stage("h2o", 0.5, {"rest": "int2", "cap": 40}),), None, "every and cap evict some while decoding"),
+        ((Stage("h2o", 0.5, {"rest": "int2", "every": 4}),), None, "every, cap and age evict some later"),
+        ((Stage("h2o", 0.5, {"rest": "int2", "cap": 40}),), None, "every, cap and age evict some later"),
+        ((Stage("h2o", 0.5, {"rest": "int2", "age": (1.0, 0.5)}),), None, "every, cap and age evict some later"),
         ((Stage("h2o", 0.5, {"rest": "int2", "compact": "pivot"}),), None, "compact='pivot' merges; leave out one"),
         ((Stage("h2o", 0.5, {"rest": "int2", "close_gaps": True}),), None, "close_gaps finds no gaps"),
         ((Stage("quest", 0.5, {"rest": "int2"}),), None, "evicts nothing"),
