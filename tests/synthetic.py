@@ -341,7 +341,7 @@ def keys_of(
         paid = paid.mean(1, keepdim=True).expand_as(paid)
     at = torch.arange(KEYS) - max(PADS)
     cells = torch.stack([at // 11, at % 11 // 4, at % 4], -1).expand(rows, -1, -1)
-    window = min(policy.window, 12)
+    window = min(policy.window or getattr(policy, "noted", 0), 12)
     queries = torch.randn(rows, 2 * heads, max(window, 1), width, generator=random)
     mean = torch.randn(rows, 2 * heads, width, generator=random)
     spread = torch.randn(rows, 2 * heads, width, width, generator=random) / width

@@ -161,11 +161,11 @@ def nearest(name: str) -> str:
         ("llava-prumerge", "; did you mean 'prumerge' or 'prumerge-plus' or "),
         # papers that are not here
         ("TRIM", ". Not here: not built yet. Nearest in what they do: 'cdpruner', 'qg-vtc', 'visiontrim'."),
-        ("Chunk-KV", ". It is option neighbours=10 of every cache policy. Nearest in what they do: 'windowkv', "),
+        ("Chunk-KV", "; did you mean 'chunkkv'? Nearest in what they do: '"),
         ("Long-VU", ". Not here: needs weights of its own. Nearest in what they do: 'free-video-llm', "),
         ("SubGen", ". Not here: not built yet."),
         # words
-        ("attention-sinks", "; did you mean 'attention-received'? Nearest in what they do: 'streaming-llm', "),
+        ("attention-sinks", "; did you mean 'duoattention' or 'attention-received' or "),
         ("kv_quantization", "; nearest in what they do: 'fp8', "),
         ("merge-similar-tokens", "; nearest in what they do: 'tome', "),
         ("xyzzy", "; closest in spelling are '"),

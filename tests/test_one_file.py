@@ -265,6 +265,7 @@ def test_every_file_of_the_command_line_is_a_command() -> None:
             "bench",
             "distil",
             "tune",
+            "calibrate",
             "video-qa",
             "demo",
             "serve",

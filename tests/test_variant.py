@@ -11,7 +11,7 @@ import zoo
 from mmaccel import MmaccelError, UnsupportedError, VidKV, accelerate_vlm, accelerated
 from mmaccel.cli import main
 from mmaccel.cli.methods import describe, official_doc
-from mmaccel.method import Method, Policy
+from mmaccel.method import Method, Policy, RebuildingMethod
 from mmaccel.method.registry import methods
 from mmaccel.recipe import get_recipe
 
@@ -25,7 +25,8 @@ def test_methods_with_a_variant_say_what_it_changes() -> None:
         bases = [one for one in kind.__mro__ if one.__module__.startswith("mmaccel.") and one is not Method]
         asks = any("self.official" in source(one) or "def by(" in source(one) for one in bases)
         counts = kind.official_count is not Method.official_count or kind.official_rounding != Method.official_rounding
-        differs = asks or counts or issubclass(kind, Policy)
+        # of policies and rebuilding methods the runtime asks
+        differs = asks or counts or issubclass(kind, (Policy, RebuildingMethod))
         assert bool(official_doc(kind)) == differs, name
         assert describe(name)["official"] == official_doc(kind).replace("``", ""), name
 

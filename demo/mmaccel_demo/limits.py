@@ -39,7 +39,7 @@ _HALF = re.compile(
     r"[\ud800-\udfff]|\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
 )
 #: options of methods that name files or models
-_NAMES = ("clip", "clip_model", "draft", "selector")
+_NAMES = ("calibration", "clip", "clip_model", "draft", "selector")
 
 
 def question(text: str | None) -> str:

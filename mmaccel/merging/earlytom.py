@@ -27,6 +27,8 @@ class EarlyTomTokens(ProjectorMethod):
 
     The budget is met up to rounding, as in the paper; newlines are dropped. A picture is one frame.
 
+    ``variant="official"``: the number of tokens that may stay is rounded up.
+
     Parameters
     ----------
     tau, longest, ema : as in ``earlytom-frames``.

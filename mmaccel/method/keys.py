@@ -489,7 +489,10 @@ def moves_keys(family: ModelFacts) -> bool:
 
 
 def fixed_keys(family: ModelFacts) -> str | None:
-    """Why keys of a model cannot be moved to other positions along one axis; None where they can."""
+    """The reason why keys of a model cannot be moved to other positions along one axis; None where they can."""
+    if getattr(family, "model", None) is None:
+        # a family as such, whose models differ
+        return None
     if not moves_keys(family):
         return f"keys of this {family.name} model cannot be moved to other positions"
     if "mrope_section" in (family.model.config.get_text_config().rope_parameters or {}):

@@ -115,7 +115,13 @@ def test_recipes_are_not_read_from_files(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("method", "option"),
-    [("cdpruner", "clip"), ("scenetilling", "clip_model"), ("learned", "selector"), ("specpc", "draft")],
+    [
+        ("cdpruner", "clip"),
+        ("scenetilling", "clip_model"),
+        ("learned", "selector"),
+        ("specpc", "draft"),
+        ("duoattention", "calibration"),
+    ],
 )
 def test_recipes_name_no_models(method, option):
     refused("visitors cannot", limits.recipe, _stage(method, {option: "models"}))
@@ -196,6 +202,7 @@ def test_options_that_name_files_or_models():
     """A new option of text must be looked at, and refused if it names something of this machine."""
     known = {
         "budget_in",
+        "calibration",
         "clip",
         "clip_model",
         "query",
@@ -207,6 +214,7 @@ def test_options_that_name_files_or_models():
         "layer_budget",
         "protect",
         "reduce",
+        "rest",
         "selector",
     }
     found = {

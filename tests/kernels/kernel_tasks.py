@@ -230,6 +230,8 @@ _CODECS: dict[str, tuple[str, dict[str, Any], str, bool]] = {
     "kivi, half precision": ("kivi", {}, "fp16", False),
     "turboquant, 3 bit": ("turboquant", {"bits": 3}, "bf16", False),
     "turboquant, 4 bit": ("turboquant", {}, "bf16", False),
+    "qserve": ("qserve", {}, "bf16", False),
+    "zipcache-codec": ("zipcache-codec", {}, "bf16", False),
 }
 
 

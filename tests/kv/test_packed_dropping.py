@@ -192,7 +192,7 @@ def test_rows_may_have_no_page_at_all(codec: Codec) -> None:
 
 def evict(how: str, layer: Any, kept: torch.Tensor) -> None:
     """All but what is ``kept``, as a cache stage whose policy compacts in this way does it."""
-    evicting, stage = InStep(), SimpleNamespace(policy=H2O(compact=how))
+    evicting, stage = InStep(), SimpleNamespace(policy=H2O(compact=how), rest=None)
     evicting.begin(CacheRules.evicting(stage, LayerBatch([layer]), kept))
     evicting.finish()
 

@@ -31,6 +31,8 @@ CODECS = {
     "vidkv": Stage("vidkv", None, {"page": 32}),
     "calibquant": Stage("calibquant", None, {"page": 16}),
     "turboquant": Stage("turboquant", None, {"page": 16, "bits": 3}),
+    "qserve": Stage("qserve", None, {"page": 16}),
+    "zipcache": Stage("zipcache-codec", None, {"page": 16}),
 }
 #: every kind of schedule, and every codec
 # checked by test_every_codec_is_beside_a_schedule
@@ -46,6 +48,8 @@ PACKED = {
     "cap": "kivi",
     "elastic": "turboquant",
     "lagkv-each": "think",
+    "layers": "qserve",
+    "a2sf": "zipcache",
 }
 
 

@@ -29,11 +29,13 @@ from mmaccel.kv.policies.expected_attention import ExpectedAttention
 from mmaccel.kv.policies.frame_bounds import FrameBounds
 from mmaccel.kv.policies.h2o import H2O
 from mmaccel.kv.policies.infinipot_v import Frames, InfiniPotV
+from mmaccel.kv.policies.infllm import InfLLM
 from mmaccel.kv.policies.keydiff import KeyDiff
 from mmaccel.kv.policies.keyformer import Keyformer
 from mmaccel.kv.policies.knorm import KNorm
 from mmaccel.kv.policies.kvzip import KVzip
 from mmaccel.kv.policies.lagkv import LagKV
+from mmaccel.kv.policies.laq import LAQ
 from mmaccel.kv.policies.leverage import Leverage
 from mmaccel.kv.policies.magicdec import MagicDec
 from mmaccel.kv.policies.morphkv import MorphKV
@@ -44,6 +46,7 @@ from mmaccel.kv.policies.quickprefill import QuickPrefill
 from mmaccel.kv.policies.raas import RaaS
 from mmaccel.kv.policies.rekv import ReKV
 from mmaccel.kv.policies.rpc import RPC
+from mmaccel.kv.policies.sirllm import SirLLM
 from mmaccel.kv.policies.snapkv import SnapKV
 from mmaccel.kv.policies.speckv import SpecKV
 from mmaccel.kv.policies.streaming_llm import StreamingLLM
@@ -53,6 +56,7 @@ from mmaccel.kv.policies.vatp import VATP
 from mmaccel.kv.policies.visionpulse import VisionPulse
 from mmaccel.kv.policies.vl_cache import VLCache
 from mmaccel.kv.policies.windowkv import WindowKV
+from mmaccel.kv.policies.zipcache_tokens import ZipCacheTokens
 from mmaccel.kv.select import choose, protected, rank
 from mmaccel.method import KeyBatch, Policy, ReadingPolicy
 
@@ -90,8 +94,10 @@ POLICIES = [
     CUR(),
     EMLLM(),
     FrameBounds(),
+    InfLLM(),
     Keyformer(),
     KVzip(),
+    LAQ(),
     Leverage(),
     MagicDec(),
     MorphKV(),
@@ -101,8 +107,10 @@ POLICIES = [
     RaaS(),
     ReKV(),
     RPC(),
+    SirLLM(),
     StreamingTOM(),
     VisionPulse(),
+    ZipCacheTokens(),
 ]
 
 

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 POLICIES = tuple(synthetic.offered(ReadingPolicy))
 #: pages of a few keys, as the pictures of the zoo are small; from the second layer on
-SMALL = {"page": 3, "least": 1, "layer": 1, "clusters": 0.3}
+SMALL = {"page": 3, "least": 1, "layer": 1, "clusters": 0.3, "queries": 4}
 
 
 def small(name: str, **options: Any) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def test_packed_keys_are_read_as_they_are_stored(name: str, monkeypatch: pytest.
     """In every step as a cache of the same codes with everything else hidden."""
     codec = Stage("kivi", None, {"page": 16, "group": 16, "residual": 4, "bits": 4})
     feed, forced = zoo.inputs("qwen2_5_vl", "uneven"), oracle.force("qwen2_5_vl", 2, 20)
-    both = Recipe("both", (Stage(name, 0.3, small(name, alike=2.0)), codec))
+    both = Recipe("both", (Stage(name, 0.3, small(name, alike=2.0, refresh=1)), codec))
     checked = 0
     choose = reading.read_layer
 
@@ -301,7 +301,7 @@ def test_packed_keys_are_read_as_they_are_stored(name: str, monkeypatch: pytest.
         assert torch.equal(keys, stored[0])
         made = choose(policy, layer, query, keys, scaling)
         memory = layer.shared.memory(SparseMemory)
-        fresh = layer.shared.keep(SparseMemory(memory.count, level=memory.level))
+        fresh = layer.shared.keep(SparseMemory(memory.count, level=memory.level, noted=memory.noted))
         # what is kept is what would be made of the keys as they are stored now
         again = choose(policy, layer, query, keys, scaling)
         layer.shared.keep(memory)
@@ -337,7 +337,7 @@ def shown(policy: ReadingPolicy, keys: KeyBatch) -> Any:
     table[rows, keys.index[rows, slots]] = torch.cat([keys.picture[..., None], keys.cells], dim=-1).int()[rows, slots]
     layer.shared.places.grid_table = table
     layer.shared.keep(SparseMemory(keys.count))
-    if policy.window:
+    if policy.window or policy.noted:
         prepare_reads(policy, [layer], keys.scaling, {0: (keys.queries, keys.places >= 0)})
     return layer
 

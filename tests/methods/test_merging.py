@@ -19,6 +19,7 @@ from mmaccel.merging.aim import AimMerge
 from mmaccel.merging.apet import ApETMerge
 from mmaccel.merging.centerclip import CenterClip
 from mmaccel.merging.dycoke import DyCokeTTM
+from mmaccel.merging.earlytom import EarlyTomTokens
 from mmaccel.merging.evad import Evad
 from mmaccel.merging.everest import Everest
 from mmaccel.merging.evs import Evs
@@ -76,6 +77,7 @@ METHODS: list[TokenMethod] = [
     LongVlm(),
     LongVlm(frames=2, heads=1),
     METokMerge(),
+    EarlyTomTokens(),
     MovieChat(),
     MovieChat().by("official"),
     MovieChatMemory(short=3, merge=1),

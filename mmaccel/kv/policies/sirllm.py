@@ -55,5 +55,5 @@ class SirLLM(Policy):
         most = keys.count.clamp(max=int(self.surprising)) if whole else (keys.count * self.surprising).floor().long()
         chosen = compete & (place < most[:, None])
         # the newest behind all that were chosen
-        score = torch.where(chosen, keys.valid.shape[1] - place, -suffix_sums(keys.valid)).float()
+        score = torch.where(chosen, keys.valid.sum(1, keepdim=True) - place, -suffix_sums(keys.valid)).float()
         return score[:, None].expand(-1, keys.keys.shape[1], -1)
