@@ -90,14 +90,19 @@ def tree_of(sequences: Sequence[Sequence[int]], depth: int) -> Tree:
     return root
 
 
+def behind(root: Tree, tokens: Sequence[int]) -> Tree | None:
+    """The node that ``tokens`` lead to; None where they were never seen."""
+    node: Tree | None = root
+    for token in tokens:
+        node = node.child(token) if node is not None else None
+    return node
+
+
 def frequent(root: Tree, context: Sequence[int], most: int, factor: float) -> tuple[list[int], np.float32, int]:
     """In float32 as the authors' program: sums that are equal but for rounding are not equal there."""
     best: tuple[list[int], np.float32, int] = ([], np.float32(0), 0)
     for matched in range(1, len(context)):
-        node: Tree | None = root
-        for token in context[len(context) - matched :]:
-            node = node.child(token) if node is not None else None
-        if node is None:
+        if (node := behind(root, context[len(context) - matched :])) is None:
             break
         tokens, score, chance = list[int](), np.float32(0), np.float32(1)
         while len(tokens) < min(most, int(matched * factor)) and node.children:
@@ -212,10 +217,7 @@ def test_trees_of_suffixes_are_the_likeliest_paths() -> None:
             best = suffixes.branched(context, 8, 2.0, 0.0, float(np.float32(0.1)))
             scores = []
             for matched in range(1, len(context)):
-                node: Tree | None = root
-                for token in context[len(context) - matched :]:
-                    node = node.child(token) if node is not None else None
-                if node is None:
+                if (node := behind(root, context[len(context) - matched :])) is None:
                     break
                 found = sorted(chances(node, np.float32(1)), reverse=True)[: min(8, 2 * matched)]
                 scores.append((sum(found), matched, found))

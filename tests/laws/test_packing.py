@@ -62,15 +62,13 @@ def by_place(layer: Any) -> tuple[Tensor, Tensor]:
     return tuple(x.gather(2, order.expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))  # type: ignore[return-value]
 
 
-@pytest.mark.square("family", FAMILIES)
-@pytest.mark.square("codec", CODECS)
-def test_decoding_attends_to_what_is_stored(family: str, codec: str) -> None:
-    """A bare model on a plain cache that holds what decoding the pages gives, in the order of the tokens: same logits."""
+def attends_to_what_is_stored(family: str, recipe: Recipe) -> Any:
+    """A bare model on a plain cache that holds every token, packed ones decoded, gives the logits of the next step; the state
+    of the cache with the recipe."""
     tiny, feed = model(family), inputs(family)
-    with accelerated(tiny, CODECS[codec]), torch.no_grad():
+    with accelerated(tiny, recipe), torch.no_grad():
         out = generate(tiny, feed, new=3)
         state = out.past_key_values.mmaccel
-        assert all(layer.width > 0 for layer in state.layers)
         plain = DynamicCache(config=tiny.config.get_text_config())
         for number, layer in zip(tiny.mmaccel.family.attending, state.layers, strict=True):
             plain.update(*by_place(layer), number)
@@ -83,6 +81,14 @@ def test_decoding_attends_to_what_is_stored(family: str, codec: str) -> None:
     with torch.no_grad():
         theirs = tiny(input_ids=out.sequences[:, -1:], past_key_values=plain, position_ids=position).logits
     close(ours, theirs)
+    return state
+
+
+@pytest.mark.square("family", FAMILIES)
+@pytest.mark.square("codec", CODECS)
+def test_decoding_attends_to_what_is_stored(family: str, codec: str) -> None:
+    state = attends_to_what_is_stored(family, CODECS[codec])
+    assert all(layer.width > 0 for layer in state.layers)
 
 
 @pytest.mark.parametrize("family", SHORT)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from laws.helpers import FAMILIES, SHORT, THREE_AXES, close, follow, generate, inputs, logits, model, recipe_of
+from laws.helpers import FAMILIES, SHORT, follow, generate, inputs, logits, model, recipe_of
 from laws.oracle import policies_that_drop
 from laws.test_bytes import held
-from laws.test_packing import by_place, divergence
-from transformers import DynamicCache
+from laws.test_packing import attends_to_what_is_stored, divergence
 
 from mmaccel import MmaccelError, Recipe, Stage, accelerated, get_method, load_cache, save_cache
 from mmaccel.method.keys import CHOICES
@@ -54,24 +52,8 @@ def stored_bytes(cache: Any) -> int:
 @pytest.mark.square("family", FAMILIES)
 @pytest.mark.square("form", FORMS)
 def test_decoding_attends_to_what_is_stored(family: str, form: str) -> None:
-    """A bare model on a plain cache that holds every token, packed ones decoded: same logits."""
-    tiny, feed = model(family), inputs(family)
-    with accelerated(tiny, FORMS[form]), torch.no_grad():
-        out = generate(tiny, feed, new=3)
-        state = out.past_key_values.mmaccel
-        assert any(layer.width > 0 for layer in state.layers)
-        plain = DynamicCache(config=tiny.config.get_text_config())
-        for number, layer in zip(tiny.mmaccel.family.attending, state.layers, strict=True):
-            plain.update(*by_place(layer), number)
-        for number, layer in zip(tiny.mmaccel.family.recurrent, state.recurrent, strict=True):
-            plain.layers[number] = copy.deepcopy(layer)
-        position = (state.seen - state.positions.offset)[:, None]
-        ours = tiny(input_ids=out.sequences[:, -1:], past_key_values=out.past_key_values).logits
-    if family in THREE_AXES:
-        position = position.expand(3, -1, -1)
-    with torch.no_grad():
-        theirs = tiny(input_ids=out.sequences[:, -1:], past_key_values=plain, position_ids=position).logits
-    close(ours, theirs)
+    state = attends_to_what_is_stored(family, FORMS[form])
+    assert any(layer.width > 0 for layer in state.layers)
 
 
 @pytest.mark.square("family", SHORT)
