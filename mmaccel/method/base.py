@@ -109,6 +109,11 @@ class ModelFacts(TowerFacts, Protocol):
         """The output projection of the attention of a layer, or None."""
 
 
+def closed_to_clips(family: ModelFacts) -> str | None:
+    """Why methods cannot work between the frames of clips inside a tower, as the end of "the vision tower of ..."; or None."""
+    return family.closed or ("is not shown clips as such" if "video" not in family.modalities else None)
+
+
 def as_dataclass(cls: type[Method]) -> None:
     """Make a class of methods a frozen dataclass, so that its annotated attributes are its options, unless it is one, or has an
     ``__init__`` of its own or from a base."""

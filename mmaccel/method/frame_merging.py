@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from .base import Method, ModelFacts
+from .base import Method, ModelFacts, closed_to_clips
 
 
 class FrameMergingMethod(Method):
@@ -38,8 +38,7 @@ class FrameMergingMethod(Method):
 
     def suits(self, family: ModelFacts) -> None:
         """Raise :class:`UnsupportedError` when :meth:`check` does, or the tower is not shown clips as such."""
-        why = family.closed or ("is not shown clips as such" if "video" not in family.modalities else None)
-        if why is not None:
+        if (why := closed_to_clips(family)) is not None:
             raise UnsupportedError(
                 f"{self.name} merges frames between the layers of the vision tower, and that of {family.name} {why}; use "
                 "'dycoke-ttm' or another method that reduces clips behind it."

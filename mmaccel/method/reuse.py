@@ -5,7 +5,7 @@ from abc import abstractmethod
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from .base import Method, ModelFacts
+from .base import Method, ModelFacts, closed_to_clips
 
 
 class ReuseMethod(Method):
@@ -36,8 +36,7 @@ class ReuseMethod(Method):
 
     def suits(self, family: ModelFacts) -> None:
         """Raise :class:`UnsupportedError` when :meth:`check` does, or the tower is not shown clips as such."""
-        why = family.closed or ("is not shown clips as such" if "video" not in family.modalities else None)
-        if why is not None:
+        if (why := closed_to_clips(family)) is not None:
             raise UnsupportedError(
                 f"{self.name} reuses between frames what the vision tower made of them, and that of {family.name} {why}; use "
                 "'stc-pruner' or another method that reduces clips behind it."

@@ -91,7 +91,7 @@ def calibrate(
         settings = {**run_settings(model, processor, taken), "period": period, "repeats": repeats, "seed": seed}
         family = family_of(model, processor)
         sums = _Sums(family)
-        done = sums.resume(part, settings)
+        done = sums.resume(part, settings, other)
         stack.enter_context(_watched(family))
         stack.enter_context(torch.no_grad())
         for number in range(done, 1 + len(taken)):
@@ -209,11 +209,11 @@ class _Sums:
 
         write_whole(path, save(self.by_name, {"settings": json.dumps(settings), "done": str(done)}))
 
-    def resume(self, path: Path, settings: dict[str, Any]) -> int:
-        """Read the sums of an earlier run with the same settings; returns how many pieces of work they are of."""
+    def resume(self, path: Path, settings: dict[str, Any], other: str) -> int:
+        """Read the sums of an earlier run with the same settings; returns how many pieces of work they are of. ``other`` is
+        what to do where that is no such file."""
         from safetensors import SafetensorError, safe_open
 
-        other = "delete it, or give another file with --out (out=)"
         if not path.exists():
             return 0
         try:
