@@ -68,9 +68,11 @@ class Drafts:
                 "give lossless=True, or draft= a smaller model."
             )
         #: the layers that the model skips while it drafts for itself
-        self.skipped = tuple(draft) if isinstance(draft, (list, tuple)) else ()
+        self.skipped = tuple(dict.fromkeys(draft)) if isinstance(draft, (list, tuple)) else ()
         if isinstance(draft, (list, tuple)) and not draft:
-            raise MmaccelError(f"`draft` names layers to skip and got {draft!r}; name some, or leave it out.")
+            raise MmaccelError(
+                f"`draft` must name at least one layer to skip, got {draft!r}; name some, or leave it out."
+            )
         if self.skipped and not lossless:
             raise MmaccelError(
                 f"draft={draft!r} skips layers of the model that verifies, which needs lossless=True; give it, or draft= a "
@@ -227,7 +229,7 @@ def _check_skipped(layers: Sequence[Any], family: Family) -> None:
     """Raise MmaccelError for layers that cannot be skipped: the first one of a kind tells how many tokens the others hold."""
     kinds = list(getattr(family.text.config, "layer_types", None) or ["full_attention"] * family.depth)
     allowed = [layer for layer in range(family.depth) if kinds.index(kinds[layer]) != layer]
-    if wrong := [layer for layer in layers if layer not in allowed]:
+    if wrong := [layer for layer in layers if type(layer) is not int or layer not in allowed]:
         raise MmaccelError(
             f"`draft` names layers to skip: this {family.name} model can skip {allowed}, got {wrong}; name some of these."
         )

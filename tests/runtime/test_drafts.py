@@ -26,7 +26,7 @@ from mmaccel.kv.policies.quest import Quest
 from mmaccel.kv.policies.tokenselect import TokenSelect
 from mmaccel.kv.recurrent import states_of
 from mmaccel.method.model_options import KeepLoaded
-from mmaccel.runtime.decoding import drafting, reader
+from mmaccel.runtime.decoding import drafting, layer_skip, reader
 from mmaccel.runtime.decoding.length import Acceptance, Costs, best_length, expected
 from mmaccel.runtime.decoding.model_draft import ModelDraft
 
@@ -92,6 +92,23 @@ class Branching(Liar):
         return tree
 
 
+class LongAndShort(Branching):
+    """A long right chain for one row, few wrong tokens for the other."""
+
+    name = "long-and-short"
+    nodes = 12
+    longest = 12
+
+    def tree(self, tokens: Any, most: int) -> Tree:
+        answer = self.truth[self.row]
+        done = next(n for n in range(len(answer), -1, -1) if list(tokens[len(tokens) - n :]) == answer[:n])
+        right = answer[done : done + self.longest]
+        if self.row == 0 and right:
+            return Tree(right, [*range(-1, len(right) - 1)])
+        wrong = [token for token in range(5, 9) if token not in right[:1]][:3]
+        return Tree(wrong, [-1] * len(wrong))
+
+
 @pytest.fixture
 def branching(monkeypatch: pytest.MonkeyPatch) -> type[Branching]:
     """A drafter of trees, which are asked for in every block, and of no chains."""
@@ -120,6 +137,23 @@ def told(feed: Any, out: Tensor) -> list[list[int]]:
 
 
 # ------------------------------------------------------------------------------------------------------------ equality
+def test_a_row_that_ends_inside_a_long_path_leaves_the_others_their_trees(
+    branching: type[Branching], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(drafters.DRAFTERS, "long-and-short", LongAndShort)
+    tiny, feed = zoo.model("llava"), zoo.inputs("llava", "uneven")
+    free = told(feed, generate(tiny, feed))
+    end = next(token for n, token in enumerate(free[0]) if n > 8 and token not in free[0][:n] + free[1])
+    options = {"eos_token_id": end, "pad_token_id": 0}
+    bare = generate(tiny, feed, **options)
+    monkeypatch.setattr(LongAndShort, "truth", free)
+    with accelerated(
+        tiny, "divprune", retain=0.3, lossless=True, lookup="long-and-short", processor=zoo.processor("llava")
+    ):
+        out, figures = generate(tiny, feed, **options), tiny.mmaccel.stats().drafting
+    assert torch.equal(out, bare) and figures["accepted"] > 5
+
+
 @pytest.mark.parametrize("kind", ["image", "uneven", "video"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_answers_as_without_drafts(family: str, kind: str, liar: type[Liar], monkeypatch: Any) -> None:
@@ -287,9 +321,30 @@ def test_a_model_drafts_without_some_layers(family: str, kind: str, liar: type[L
     assert before == ("forward" in vars(last))
 
 
+def test_skipped_layers_work_again_whatever_a_draft_does(liar: type[Liar], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that is named twice, and a draft that runs out of memory: the model reads on with all layers and all tokens."""
+    tiny, feed = zoo.model("llava", num_hidden_layers=5), zoo.inputs("llava", "uneven")
+    bare = generate(tiny, feed, max_new_tokens=40)
+    with accelerated(tiny, "none", lossless=True, draft=[2, 2, 3]):
+        assert torch.equal(generate(tiny, feed, max_new_tokens=40), bare)
+    calls, unchanged = [0], layer_skip._unchanged
+
+    def short_of_memory(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls[0] += 1
+        if calls[0] == 7:
+            raise MemoryError("out of memory")
+        return unchanged(hidden, *args, **kwargs)
+
+    monkeypatch.setattr(layer_skip, "_unchanged", short_of_memory)
+    with accelerated(tiny, "none", lossless=True, draft=[2, 3]):
+        assert torch.equal(generate(tiny, feed, max_new_tokens=40), bare)
+        assert calls[0] == 7 and any("are off" in note for note in tiny.mmaccel.stats().notes)
+    assert not any("forward" in vars(layer) for layer in oracle.adapter("llava").text.layers)
+
+
 def test_layers_that_cannot_be_skipped_are_named() -> None:
     tiny = zoo.model("llava")
-    for wrong in ([0], [1, 99], ["1"]):
+    for wrong in ([0], [1, 99], ["1"], [1.0], [True]):
         with pytest.raises(MmaccelError, match=r"can skip \[1.*got \[.*; name some of these"):
             accelerate_vlm(tiny, "none", lossless=True, draft=wrong)
     with pytest.raises(MmaccelError, match="needs lossless=True"):

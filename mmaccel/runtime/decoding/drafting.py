@@ -140,7 +140,7 @@ class Drafting:
     #: sources that were asked for the forward that comes, and those that have read the prompt
     asked: set[str] = field(default_factory=set)
     prepared: set[str] = field(default_factory=set)
-    #: drafts that are not verified, by row and source: the place where they would begin, and their tokens
+    #: drafts that are not verified, by row and source: where each begins, and the draft
     watched: dict[tuple[int, str], tuple[int, Draft]] = field(default_factory=dict)
     #: of every row and token of its answer, who drafted it; empty for the model's own
     drafted_by: list[list[str]] = field(default_factory=list)

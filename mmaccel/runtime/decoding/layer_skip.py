@@ -38,7 +38,7 @@ class LayerSkip(ModelDraft):
         """See :class:`mmaccel.runtime.decoding.drafting.Source`."""
         assert self.reader is not None
         if state_of(self.reader.cache) is not None:
-            raise UnsupportedError("layers are skipped over a plain DynamicCache alone; leave out offload=")
+            raise UnsupportedError("skipping layers needs a plain DynamicCache; leave out offload=")
         self.chooser = chooser
 
     def draft(self, rows: Sequence[Row], most: Sequence[int]) -> list[Draft]:
@@ -59,15 +59,15 @@ def _skipped(layers: Sequence[Any]) -> Iterator[None]:
     """Context in which ``layers`` return the hidden states that they are given."""
     before = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
-        layer.forward = _unchanged
+        vars(layer)["forward"] = _unchanged
     try:
         yield
     finally:
         for layer, forward in zip(layers, before, strict=True):
             if forward is None:
-                del layer.forward
+                vars(layer).pop("forward", None)
             else:
-                layer.forward = forward
+                vars(layer)["forward"] = forward
 
 
 def _unchanged(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -93,8 +93,9 @@ class Step:
     learn: Callable[[Sequence[Sequence[int]], Tensor], None]
 
     def fitted(self, drafts: Sequence[Draft]) -> Sequence[Draft]:
-        """The drafts that are read. Padding would change a recurrent state: there all rows read the same number of tokens, of a
-        row with more pending ones than others perhaps only some of these. Where many are pending nothing is drafted."""
+        """Cut drafts so that every row reads the same number of tokens, where layers have a recurrent state, which padding
+        would change. A row with more pending tokens than others may read some of them; where many are pending nothing is
+        drafted."""
         if not self.reader.recurrent:
             return drafts
         going = [number for number, row in enumerate(self.rows) if not row.ended]
@@ -129,7 +130,7 @@ class Step:
     def commit(self, logits: Tensor, drafts: Sequence[Draft]) -> Paths:
         """Commit the accepted tokens of every row and the one behind them, and forget the others; the numbers of the drafted
         tokens that were accepted."""
-        first = [max(0, len(row.pending) - 1) for row in self.rows]
+        first = [0 if row.ended else max(0, len(row.pending) - 1) for row in self.rows]
         before, begun = [len(row.tokens) for row in self.rows], [not row.ended for row in self.rows]
         # a row whose pending tokens were not all read commits nothing
         going = [number for number, row in enumerate(self.rows) if not row.ended and first[number] < logits.shape[1]]
@@ -145,8 +146,7 @@ class Step:
         return paths
 
     def read_rest(self) -> None:
-        """Read the tokens of a single row that the cache lacks at the end of an answer: recurrent states went back to before
-        them."""
+        """Read the pending tokens of a single row into the cache after the answer, where recurrent states went back."""
         (row, *others), reader = self.rows, self.reader
         if reader.recurrent and not others and len(row.pending) > 1:
             reader.read(torch.tensor([row.pending[:-1]], device=reader.ids.device))

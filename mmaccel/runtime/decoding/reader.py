@@ -42,6 +42,8 @@ class Reader:
         self.unkept = 0
         #: whether all layers keep keys of every token, and whether rows may keep different numbers of them
         self.dense = self.ragged = False
+        #: whether all of them are read under a mask of ours
+        self._takes_mask = False
         #: whether a block may be a tree; known behind the first block
         self.trees = False
         #: ``[B, L]`` bool, slots of the cache behind the prompt that hold rejected tokens of a row
@@ -75,6 +77,7 @@ class Reader:
         plain = self.cache is not None and state_of(self.cache) is None
         self.dense = plain and all(type(layer) is DynamicLayer for layer in self.cache.layers)
         self.ragged = self.dense and len(self.ids) > 1
+        self._takes_mask = self.dense and _masked(self.model)
         logits: Tensor = self.output.logits[:, -1].float()
         return logits
 
@@ -86,6 +89,8 @@ class Reader:
             self._restore = snapshot(self.cache)
         self.ids = torch.cat([self.ids, tokens], 1)
         self.arguments = self._longer(length)
+        # counted before the forward, which may fail: then these are forgotten too
+        self.unkept += length
         inputs = self.model.prepare_inputs_for_generation(
             self.ids, next_sequence_length=length, is_first_iteration=False, **self.arguments
         )
@@ -93,11 +98,10 @@ class Reader:
             inputs["logits_to_keep"] = length
         # a model that counts slots would give rows with masked ones other positions
         self.ragged = self.ragged and inputs.get("position_ids") is not None
-        self.trees = self.dense and _masked(self.model) and isinstance(inputs.get("position_ids"), Tensor)
+        self.trees = self._takes_mask and isinstance(inputs.get("position_ids"), Tensor)
         if parents is not None:
             inputs |= self._as_tree(parents, inputs["position_ids"])
         self.output = self.model(**inputs, **self.options, return_dict=True)
-        self.unkept += length
         logits: Tensor = self.output.logits[:, -length:].float()
         return logits
 
@@ -148,7 +152,7 @@ class Reader:
         }
 
     def move_up(self, places: Sequence[Sequence[int]]) -> None:
-        """Let the tokens at ``places`` of the last block, of every row, be its first ones."""
+        """Move the tokens at ``places`` of the last block to its front, row by row."""
         length = self.unkept
         order = torch.tensor([[*one, *(set(range(length)) - set(one))] for one in places], device=self.ids.device)
         if bool((order == torch.arange(length, device=order.device)).all()):
