@@ -6,13 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..method import Policy
-from ..recipe import Recipe
+from ..recipe import Recipe, get_recipe
 from ..video.groups import AT_ONCE, FrameGroups
-from .streaming import VideoSession
-
-#: frames that the model reads at once, without ``frames_at_once``
-_READ = 8
+from .streaming import VideoSession, evicting
 
 
 def read_video(
@@ -63,8 +59,9 @@ def read_video(
 
 def read_groups(groups: FrameGroups, model: Any, recipe: Any, **session: Any) -> VideoSession:
     """A session that has seen the frames of a video; see :func:`read_video`."""
-    how = {"chunk": max(2, getattr(recipe, "frames_at_once", None) or _READ), "fps": groups.rate, **session}
-    reading = VideoSession(model, recipe, **how)
+    at_once = None if recipe is None else get_recipe(recipe).frames_at_once
+    chunk = {} if at_once is None else {"chunk": max(2, at_once)}
+    reading = VideoSession(model, recipe, **{**chunk, "fps": groups.rate, **session})
     for clip in groups:
         reading.push(clip.frames)
         # the next group is decoded into the room of this one
@@ -76,8 +73,7 @@ def streamed_cap(recipe: Recipe, frames: int) -> int | None:
     """The ``cap`` of a recipe's policy if clips of so many frames are read group by group with it: more than a group, and of no
     method that chooses by the question. None else."""
     built = [method for _, method in recipe.build()]
-    caps = [
-        one.cap for one in built if isinstance(one, Policy) and one.budget != "none" and not one.recalls and one.cap
-    ]
+    at = evicting(built)
+    cap = 0 if at is None else built[at].cap  # type: ignore[attr-defined]
     asks = any(getattr(one, "needs_question", False) for one in built)
-    return caps[0] if caps and not asks and frames > (recipe.frames_at_once or AT_ONCE) else None
+    return cap if cap and not asks and frames > (recipe.frames_at_once or AT_ONCE) else None

@@ -24,7 +24,7 @@ from ..families.base import slides
 from ..kv.cache import CacheState, adopt
 from ..kv.parked import ParkedFrames
 from ..media.files import Clip, Prompt, encode
-from ..method import Policy, RecallPolicy
+from ..method import Method, Policy, RecallPolicy
 from ..method.keys import moves_keys
 from ..method.registry import methods
 from ..recipe import Recipe, Stage, get_recipe
@@ -403,20 +403,28 @@ def _streaming(recipe: Recipe, recall: Stage | None, cap: int, prefix: int) -> R
             )
         return dataclasses.replace(recipe, stages=(*stages, recall))
     built = [stage.build() for stage in stages]
-    at = next((i for i, m in enumerate(built) if isinstance(m, Policy) and m.budget != "none" and not m.recalls), None)
+    at = evicting(built)
     if at is None:
         raise MmaccelError(f"Recipe {recipe.name!r} never evicts from the cache; use one such as 'infinipot-v'.")
     policy = built[at]
     assert isinstance(policy, Policy)
     if policy.age:
         raise MmaccelError(
-            "A session has one video, so that age= has no older ones; leave it out, cap_tokens bounds the cache."
+            "age= has no effect in a session, which has a single video; leave it out, cap_tokens bounds the cache."
         )
     if cap <= prefix:
         raise MmaccelError(f"cap_tokens must be greater than the {prefix} tokens of the prompt, got {cap}.")
     options = {"cap": cap, "joint": True, "sinks": max(policy.sinks, prefix)}
     stages[at] = dataclasses.replace(stages[at], retain=1.0, options={**stages[at].options, **options})
     return dataclasses.replace(recipe, stages=tuple(stages))
+
+
+def evicting(built: Sequence[Method]) -> int | None:
+    """The number of the method that evicts from the cache; None without one."""
+    policies = (
+        i for i, one in enumerate(built) if isinstance(one, Policy) and one.budget != "none" and not one.recalls
+    )
+    return next(policies, None)
 
 
 def _recall_stage(recall: str | Stage, family: Family) -> Stage:

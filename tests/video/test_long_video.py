@@ -104,13 +104,16 @@ def test_a_file_is_read_as_its_frames_are(family: str, clips: Path) -> None:
     assert not is_accelerated(model)
 
 
-def test_a_rate_and_its_default(clips: Path) -> None:
+def test_a_rate_and_its_default(clips: Path, tmp_path: Path) -> None:
     model, processor = oracle.subject("qwen2_5_vl"), zoo.processor("qwen2_5_vl")
     one = read_video(clips / "short.mp4", model, processor=processor, cap_tokens=200)
     assert one.frames + len(one._waiting) == 15 and one.fps == 1.0 and one.chunk == 8
     bounded = Recipe("small", BOUNDED.stages, frames_at_once=4)
     other = read_video(clips / "short.mp4", model, bounded, processor=processor, cap_tokens=200, fps=2.0)
     assert other.frames + len(other._waiting) == 30 and other.fps == 2.0 and other.chunk == 4
+    file = tmp_path / "small.json"
+    file.write_text(bounded.to_json(), encoding="utf-8")
+    assert read_video(clips / "short.mp4", model, file, processor=processor, cap_tokens=200).chunk == 4
 
 
 @pytest.mark.parametrize(
