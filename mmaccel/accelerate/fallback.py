@@ -213,7 +213,7 @@ def fallback_of_call(
 ) -> tuple[Fallback | None, Any]:
     """The fallback of one call, and what is left of its ``mmaccel=asked``, whose ``fallback`` replaces that of the model,
     ``own``; ``check`` raises where a model with drafts is to fall back. Raises MmaccelError if its value is not allowed."""
-    if asked is False or not isinstance(asked, Mapping) or "fallback" not in asked:
+    if not isinstance(asked, Mapping) or "fallback" not in asked:
         return own, asked
     rest = {name: value for name, value in asked.items() if name != "fallback"}
     fallback = Fallback.of(asked["fallback"], recipe)

@@ -48,7 +48,7 @@ Make pretrained vision and video LLMs faster by dropping visual tokens.
   mmaccel compare --out curves.png                             several recipes as curves
   mmaccel tune --data questions.jsonl --keep 0.99              the recipe that keeps your answers and costs least
   mmaccel distil --data questions.jsonl -o selector/           a small network that picks the tokens for your questions
-  mmaccel calibrate --data questions.jsonl                     what the heads of your model do, for policies that ask
+  mmaccel calibrate --data questions.jsonl                     what the attention heads of your model do, for cache policies
   mmaccel bench --shape llava-1.5-7b                           how fast, on the sizes of real models?
   mmaccel video-qa questions.jsonl -o answers.jsonl            thousands of videos; resumes interrupted runs
   mmaccel serve --recipe snapkv                                a model with a recipe, for OpenAI's clients

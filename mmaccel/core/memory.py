@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-#: bytes that need no thought, and the bound on devices whose free memory is not asked for
+#: activations of so many bytes are never split; and the bound on devices whose free memory is not asked for
 SMALL, FIXED = 64 << 20, 2 << 30
 
 

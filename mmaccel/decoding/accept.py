@@ -40,8 +40,8 @@ def accept_greedy(best: Sequence[int], tokens: Sequence[int], parents: Sequence[
 
 
 def accept_branch(target: Tensor, tokens: Sequence[int], uniform: Sequence[float]) -> tuple[int | None, Tensor]:
-    """Accept one of several tokens that were chosen to follow the same one: which, and the distribution of the next token if
-    none is.
+    """Choose one of several drafted tokens for the same place, or none: its number (None if all are rejected), and the
+    distribution that the next token is then drawn from.
 
     Each is accepted with its probability among the tokens that are left, ``u < p(x)``, and else taken out. ``target`` is the
     distribution if rounding leaves nothing.

@@ -88,7 +88,7 @@ A = TypeVar("A", bound=SuffixAutomaton)
 
 
 class Store:
-    """Memory of drafters from call to call, which they share as their option ``earlier``."""
+    """Memory that drafters share between calls, passed as their option ``earlier``."""
 
     def remember(self, tokens: Sequence[int]) -> None:
         """Add a whole answer; a store that is filled otherwise ignores it."""

@@ -50,25 +50,26 @@ class StaticTree:
         #: see :class:`Tree`
         self.parents = [nodes[path[:-1]] if len(path) > 1 else -1 for path in self.paths]
         self.width = width
-        #: nodes that are followed by others, -1 for the root, in order
-        self.inner = list(dict.fromkeys(self.parents))
-        place = {node: number for number, node in enumerate(self.inner)}
+        #: nodes that are followed by others, -1 for the root
+        self.inner = frozenset(self.parents)
+        place = {node: number for number, node in enumerate(dict.fromkeys(self.parents))}
         #: where the token of every node stands, in the lists of the likeliest tokens after every inner node
         self.index = [width * place[parent] + path[-1] for parent, path in zip(self.parents, self.paths, strict=True)]
 
     def fill(self, root: int, following: Callable[[int], Sequence[int]], most: int) -> Tree:
         """The first ``most`` nodes with tokens; ``following`` gives the likeliest tokens after one, as far as they are known.
         Nodes without a token are left out."""
-        listed: list[int | None] = [*following(root)[: self.width]]
-        listed += [None] * (self.width - len(listed))
-        inner, tree, number = set(self.inner), Tree([], []), {-1: -1}
+
+        def padded(known: Sequence[int]) -> list[int | None]:
+            return [*known[: self.width], *[None] * (self.width - len(known))]
+
+        listed, tree, number = padded(following(root)), Tree([], []), {-1: -1}
         for node, (parent, index) in enumerate(zip(self.parents[:most], self.index[:most], strict=True)):
             token = listed[index]
             if token is not None:
                 number[node] = len(tree.tokens)
                 tree.tokens.append(token)
                 tree.parents.append(number[parent])
-            if node in inner:
-                known = () if token is None else following(token)[: self.width]
-                listed += [*known, *[None] * (self.width - len(known))]
+            if node in self.inner:
+                listed += padded(() if token is None else following(token))
         return tree

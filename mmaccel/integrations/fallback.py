@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..accelerate import Fallback
-from ..core.budget import Retain
+from ..core.budget import Retain, check_retain
 from ..errors import MmaccelError
 
 
@@ -56,6 +56,7 @@ def ask_with_fallback(
             raise MmaccelError(
                 f"{name}= cannot be combined with a fallback, which judges one whole answer; leave it out."
             )
+    retain = None if retain is None else check_retain(retain)
     steps = [one for one in (retain, *fallback.budgets) if one is not None]
     if any(type(a) is not type(b) or a >= b for a, b in zip(steps, steps[1:], strict=False)):
         raise MmaccelError(

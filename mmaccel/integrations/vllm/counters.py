@@ -48,6 +48,12 @@ class Counters:
             self._file.write_value(key, self._file.read_value(key)[0] + value, 0.0)
 
 
+@functools.cache
+def counters_of(folder: str | None, process: int) -> Counters:
+    """The counters of a process, all of whose writers share one file."""
+    return Counters(folder)
+
+
 def provide(model_config: Any) -> None:
     """Give all processes of an engine the folder of the counters."""
     object.__setattr__(model_config, FOLDER, os.environ.get("PROMETHEUS_MULTIPROC_DIR") or _folder().name)

@@ -8,6 +8,7 @@ that look at it are refused there.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from ...runtime.call.vision_output import VisionOutput
 from ...runtime.tower.taps import Taps
 from . import digits, runner, tower
 from .architectures import alone, joined
-from .counters import FOLDER, Counters
+from .counters import FOLDER, Counters, counters_of
 from .plan import ServingPlan
 from .positions import Place, expanded, filled_in, provisional
 from .processor import APART, FIELD
@@ -88,7 +89,7 @@ class ReducedModel:
         self.encoding: VisionOutput | None = None
         if vllm_config.parallel_config.rank == 0:
             # ranks choose the same at the same time
-            self.counters = Counters(getattr(config, FOLDER, None))
+            self.counters = counters_of(getattr(config, FOLDER, None), os.getpid())
         if plan.wanted:
             tower.hook(self.taps, plan.architecture.tower_layers(self), lambda: self.encoding)  # type: ignore[arg-type]
 

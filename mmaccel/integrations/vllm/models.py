@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import types
 from typing import Any
 
 from .architectures import ARCHITECTURES
-from .counters import FOLDER, Counters
+from .counters import FOLDER, counters_of
 from .model import ReducedModel
 from .plan import ServingPlan
 from .processor import ReducedProcessor
@@ -82,6 +83,6 @@ def _processor(make: Any, name: str, info: Any, dummy_inputs: Any) -> Any:
     """vLLM's processor class with our mix-in in front."""
     kind = type(make(info, dummy_inputs))
     plan = plan_of(info.ctx.model_config, name)
-    body = {"plan": plan, "counters": Counters(getattr(info.ctx.model_config, FOLDER, None))}
+    body = {"plan": plan, "counters": counters_of(getattr(info.ctx.model_config, FOLDER, None), os.getpid())}
     reduced = types.new_class(kind.__name__, (ReducedProcessor, kind), exec_body=lambda space: space.update(body))
     return reduced(info, dummy_inputs)

@@ -69,7 +69,7 @@ class ServingPlan:
         self.family = described(config)
         if useless := [name for name in settings.retain if name not in architecture.pixels]:
             raise UnsupportedError(
-                f"retain of {useless[0]} has no effect, since vLLM gives this model none; leave it out."
+                f"retain of {useless[0]} has no effect, since this model takes no {useless[0]} in vLLM; leave it out."
             )
         for _, method in settings.recipe.build():
             _check(method, settings.recipe.name)

@@ -147,11 +147,11 @@ class ModelPlan(Plan):
     @property
     def first_inside(self) -> int:
         """The first layer of the language model at whose input something may happen; its depth, if at none."""
+        if self.reading is not None and self.reading.method.ahead:
+            return 0
         above = () if self.chunks is None else (int(self.chunks.method.layer) + 1,)
         looked_at = [stage.method.compares_with for stage in self.stage_at_layer.values()]
         inputs = [layer for layer in looked_at if layer is not None]
-        if self.reading is not None and self.reading.method.ahead:
-            return 0
         return min([*self.stage_at_layer, *inputs, *above], default=self.family.depth)
 
     @property
