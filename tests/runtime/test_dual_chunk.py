@@ -48,6 +48,17 @@ def test_two_chunks_whose_neighbours_are_read_at_true_distances_are_the_bare_mod
     assert not torch.allclose(other, wanted, atol=1e-3), "nothing is turned"
 
 
+@pytest.mark.parametrize("family", ["llava", "internvl"])
+@pytest.mark.parametrize("more", [-1, 0, 1, 2])
+def test_a_prompt_about_as_long_as_a_chunk_is_the_bare_model(family: str, more: int) -> None:
+    """Also where its last token, or one of the answer, is the first of the second chunk."""
+    feed = zoo.inputs(family, "image")
+    step, forced = feed["input_ids"].shape[1] + more, oracle.force(family, len(feed["input_ids"]), 3)
+    with accelerated(oracle.subject(family), of(2 * step, step), processor=zoo.processor(family)) as model:
+        got = logits_of(model, feed, forced)
+    oracle.close(got, logits_of(oracle.bare(family), feed, forced))
+
+
 def test_steps_are_what_a_prompt_is() -> None:
     """A row alone, and an answer that is read with the prompt, give the same logits."""
     feed = zoo.inputs("llava", "uneven")
@@ -70,3 +81,8 @@ def test_what_is_refused() -> None:
         get_method("dca")(every=4)
     with pytest.raises(UnsupportedError, match="dca: positions of this .* have three axes"):
         accelerate_vlm(zoo.model("qwen2_5_vl"), of(24, 8))
+    for family in ("paligemma", "molmo2"):
+        with pytest.raises(
+            UnsupportedError, match="dca reads the keys up to a query, and the language model of .* both ways"
+        ):
+            accelerate_vlm(zoo.model(family), of(24, 8))

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ...errors import MmaccelError
-from ...method import KeyBatch, Policy, register
+from ...errors import MmaccelError, UnsupportedError
+from ...method import KeyBatch, ModelFacts, Policy, register
 
 
 @register
@@ -19,7 +19,7 @@ class DualChunkAttention(Policy):
     the trained length logits are multiplied by the square of ``0.05 ln(length / trained) + 1``, as YaRN does.
 
     It composes with recipes that reduce tokens before or inside the language model. Nothing is evicted, so it needs no budget.
-    Models whose positions have three axes are refused.
+    Models whose positions have three axes are refused, and those in which tokens of a prompt attend to each other both ways.
 
     ``variant="official"``: weights of the three parts of a prompt are rounded to bfloat16, as in the authors' program.
 
@@ -47,11 +47,20 @@ class DualChunkAttention(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scheduled or self.close_gaps:
-            raise MmaccelError(f"{self.name} evicts nothing; leave out every, cap and close_gaps.")
+        if self.scheduled:
+            raise MmaccelError(f"{self.name} evicts nothing; leave out every and cap.")
         if self.chunk_size and self.local_window >= self.chunk_size:
             raise MmaccelError(
                 f"`local_window` of {self.name} must be less than chunk_size={self.chunk_size}, got {self.local_window}."
+            )
+
+    def check(self, family: ModelFacts) -> None:
+        """Raise :class:`UnsupportedError` where a query attends to keys behind it, or keys cannot be moved."""
+        super().check(family)
+        if family.no_return is not None:
+            raise UnsupportedError(
+                f"{self.name} reads the keys up to a query, and the language model of {family.name} {family.no_return}; leave "
+                "it out, and show fewer pictures or frames."
             )
 
     @property

@@ -96,9 +96,6 @@ class ReadChunks(Run):
         places = self.forward.phase(layer.number).places.to(device).long()
         keys = at[:, None].expand(-1, index.shape[1], -1).gather(2, index.clamp(min=0))
         query = at.gather(1, places.clamp(min=0))
-        visible = layer.visible
-        if visible is None:
-            visible = (index[:, :, None] <= places[:, None, :, None]) & (index >= 0)[:, :, None]
         text: Any = self.forward.plan.family.text
         read = dual_chunk_attention(
             text,
@@ -107,7 +104,8 @@ class ReadChunks(Run):
             layer.value,
             query,
             keys,
-            visible,
+            # the mask of a long prompt would be large, so that it is made for some queries at a time
+            layer.visible if layer.visible is not None else (places, index),
             layer.scaling * self.factor,
             (self.size, self.step),
             self.official and layer.query.shape[2] > 1,
@@ -122,7 +120,7 @@ def dual_chunk_attention(
     value: Tensor,
     at: Tensor,
     came: Tensor,
-    visible: Tensor,
+    sight: Tensor | tuple[Tensor, Tensor],
     scaling: float,
     sizes: tuple[int, int],
     rounded: bool = False,
@@ -133,18 +131,20 @@ def dual_chunk_attention(
     ----------
     text : the text model, whose RoPE has turned queries and keys by their positions within chunks.
     query : ``[B, Hq, q, D]``. key, value : ``[B, Hkv, K, D]``. at, came : their positions, ``[B, q]`` and ``[B, 1 or Hkv, K]``.
-    visible : ``[B, 1 or Hkv, q, K]`` bool. scaling : the factor of ``q . k``.
+    sight : ``[B, 1 or Hkv, q, K]`` bool, or places of the queries ``[B, q]`` and of the keys ``[B, 1 or Hkv, K]``, of which a
+        query sees those up to its own. scaling : the factor of ``q . k``.
     sizes : of a chunk, and how many positions of it keys take. rounded : round the weights of the parts to bfloat16.
     """
     size, step = sizes
     inside, heads = at % step, key.shape[1]
     keys, values = key.float(), value.float()
+    chunk = came[:, :, None] // step
     parts = []
     for first in range(0, query.shape[2], ROWS):
         rows = slice(first, first + ROWS)
         asking, near = query[:, :, rows], inside[:, rows]
-        apart = (at[:, None, rows, None] // step - came[:, :, None] // step).clamp(min=0)
-        seen = visible[:, :, rows]
+        apart = (at[:, None, rows, None] // step - chunk).clamp(min=0)
+        seen = sight[:, :, rows] if isinstance(sight, Tensor) else _causal(sight[0][:, rows], sight[1])
         logits = []
         for number, where in enumerate(
             (near, (near + step).clamp(max=size), torch.full_like(near, min(2 * step - 1, size)))
@@ -167,3 +167,8 @@ def dual_chunk_attention(
             out = (outs * share[..., None]).sum(0)
         parts.append(out.flatten(1, 2))
     return torch.cat(parts, dim=2).transpose(1, 2).to(query.dtype)
+
+
+def _causal(places: Tensor, index: Tensor) -> Tensor:
+    """``[B, 1 or Hkv, q, K]`` bool: which keys of ``index [B, 1 or Hkv, K]`` are not behind ``places [B, q]``."""
+    return (index[:, :, None] <= places[:, None, :, None]) & (index >= 0)[:, :, None]
