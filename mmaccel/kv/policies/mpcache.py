@@ -39,8 +39,8 @@ class MPCache(Quest):
     def summarise(self, units: KeyUnits) -> dict[str, Tensor]:
         """``means [B, Hkv, P, D]``: the weighted extremes of every page."""
         high, low = super().summarise(units)["bounds"].float().chunk(2, dim=-1)
-        return {"means": self.weight * high + (1 - self.weight) * low}
+        return {"means": (self.weight * high + (1 - self.weight) * low).to(units.keys.dtype)}
 
     def rate(self, step: ReadStep) -> Tensor:
-        means = step.summary["means"]
+        means = step.summary["means"].float()
         return agree(by_kv_head(step.query.float(), means.shape[1]) @ means.mT, self.reduce)

@@ -43,7 +43,7 @@ class ZipCacheTokens(Policy):
 
     def observe(self, attention: LayerAttention, before: Tensor) -> Tensor:
         most = math.ceil(attention.query.shape[2] * self.share)
-        asking = probing(attention, most, lambda length: (length * self.share).ceil().long().clamp(min=1))
+        asking = probing(attention, most, lambda length: (length.double() * self.share).ceil().long().clamp(min=1))
         return self.saliency(asking)
 
     def saliency(self, asking: LayerAttention) -> Tensor:
