@@ -3,6 +3,7 @@
 Every function is exact: what it gives sums to what was asked for. The authors' roundings stand beside them.
 """
 
+import functools
 from collections.abc import Iterable
 from fractions import Fraction
 
@@ -162,7 +163,7 @@ def variance_ratios(scores: Iterable[Tensor]) -> Tensor:
 
 
 def squeezed(cosines: list[float]) -> list[bool]:
-    """Find the layers of the class of highest cosine, of at most three.
+    """Find the layers with the highest cosines, by 3-means.
 
     *SqueezeAttention: 2D Management of KV-Cache in LLM Inference via Layer-wise Optimal Budget*, ICLR 2025, arXiv 2404.04793:
     ``c_l`` is the cosine of the hidden state before and behind the attention of layer ``l``, mean over the tokens of a prompt;
@@ -178,13 +179,19 @@ def squeezed(cosines: list[float]) -> list[bool]:
         first = values[1]
     else:
         pairs = [(low, high) for low in cuts for high in cuts if low < high]
-        loss = [sum(float((x - x.mean()).square().sum()) for x in ordered.tensor_split(pair)) for pair in pairs]
+
+        @functools.cache
+        def spread(first: int, last: int) -> float:
+            part = ordered[first:last]
+            return float((part - part.mean()).square().sum())
+
+        loss = [spread(0, low) + spread(low, high) + spread(high, len(ordered)) for low, high in pairs]
         first = float(ordered[pairs[loss.index(min(loss))][1]])
     return [value >= first for value in cosines]
 
 
 def by_squeeze(count: int, sizes: list[int], low: list[bool], share: float) -> list[int]:
-    """Mean ``count``: the layers that are ``low`` get ``share`` of it, and the others alike what that leaves."""
+    """Keys per layer, ``count`` in the mean: ``low`` layers get ``share`` of the mean, the others divide the rest equally."""
     rest = (len(low) - sum(low) * share) / max(1, len(low) - sum(low))
     shares = [share if is_low else max(0.0, rest) for is_low in low]
     exact = apportion(count * len(sizes), sizes, shares)

@@ -7,18 +7,17 @@ from torch import Tensor
 _FREQUENCIES, _BASE = 64, 10000.0
 
 
-def distance_factor(queries: Tensor, keys: Tensor) -> Tensor:
+def distance_factor(queries: Tensor, keys: Tensor, end: int) -> Tensor:
     """``[B, H, q, K]`` float32, added to attention logits: ``log(2 - f(p_i - p_j))`` of queries and keys at their places.
 
     ``f(x)`` is the mean of ``cos(x / 10000^(t / 64))`` over ``t = 0 .. 63``, so the factor is 0 at no distance.
 
     queries : ``[B, q]`` whole numbers. keys : ``[B, H, K]``; what is added for padding (-1) does not matter.
+    end : one more than the largest of these.
     """
     keys = keys.to(queries.device).long().clamp(min=0)
     queries = queries.long().clamp(min=0)
-    # as far as any query and key are apart, and no further
-    last = int(max(queries.max(), keys.max())) if queries.numel() and keys.numel() else 0
     frequency = _BASE ** -(torch.arange(_FREQUENCIES, device=queries.device) / _FREQUENCIES)
-    steps = torch.arange(last + 1, device=queries.device)[:, None] * frequency
+    steps = torch.arange(end, device=queries.device)[:, None] * frequency
     factor = (2 - steps.cos().mean(1)).log()
     return factor[(queries[:, None, :, None] - keys[:, :, None]).abs()]

@@ -119,7 +119,7 @@ class QuantisedLayer(CompressedLayer):
         before, unused = own.choices(groups[group.like])
         empty_heads = unused.expand_as(every) if before is not None and bool(unused.any()) else None
         peak = None
-        if group.codec.sees_all_values and int(count.sum()) < int((lengths + count).sum()):
+        if group.codec.sees_all_values and bool(lengths.any()):
             peak = values.float().abs().masked_fill((rest < 0)[..., None], 0.0).amax(2)
         packed = group.codec.pack(*flat, before, query_energy, every, empty_heads, peak)
         new = check_type(group.codec, "pack()", packed, Pages)

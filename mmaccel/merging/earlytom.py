@@ -93,11 +93,7 @@ class EarlyTomTokens(ProjectorMethod):
             if frame in ends:
                 best = seen.argsort(descending=True, stable=True)[: math.ceil(wanted)]
             else:
-                runs = min(places, max(1, round(wanted)))
-                long, size = places % runs, places // runs
-                sizes = [size + 1] * long + [size] * (runs - long)
-                starts = torch.tensor(sizes).cumsum(0) - torch.tensor(sizes)
-                parts = zip(starts.tolist(), sizes, strict=True)
-                best = torch.tensor([start + int(seen[start : start + n].argmax()) for start, n in parts])
-            kept[frame, slots[best.to(slots.device)]] = True
+                runs = torch.arange(places, device=slots.device).tensor_split(min(places, max(1, round(wanted))))
+                best = torch.stack([run[seen[run].argmax()] for run in runs])
+            kept[frame, slots[best]] = True
         return kept

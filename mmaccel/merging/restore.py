@@ -35,7 +35,7 @@ class RestoreMerge(ProjectorMethod):
     base : the method that keeps tokens, with its defaults; those of the paper are ``divprune``, ``holov`` and ``vispruner``.
     query : whose attention counts where ``base`` reads attention, see :class:`AttentionGuided`.
 
-    Paper and program: by its the program compares with denser tokens; it compares with less dense ones, as is done here.
+    Paper and program: by its names the program compares with denser tokens; it compares with less dense ones, as is done here.
     """
 
     name = "restore-merge"

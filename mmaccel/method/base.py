@@ -110,7 +110,7 @@ class ModelFacts(TowerFacts, Protocol):
 
 
 def closed_to_clips(family: ModelFacts) -> str | None:
-    """Why methods cannot work between the frames of clips inside a tower, as the end of "the vision tower of ..."; or None."""
+    """The reason why no method can work between frames inside a tower, as the end of "the vision tower of ..."; or None."""
     return family.closed or ("is not shown clips as such" if "video" not in family.modalities else None)
 
 

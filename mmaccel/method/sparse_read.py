@@ -191,8 +191,8 @@ def best(ratings: Tensor, step: ReadStep, least: Tensor | None = None) -> Picked
 
 
 def keep_for(picked: Picked, step: ReadStep, steps: int) -> tuple[Picked, dict[str, Tensor]]:
-    """The units that every row last chose, from what is ``picked``, which it does every so many ``steps``; and what is carried
-    to the next step."""
+    """Keep the units that every row chose, ``picked``, for so many ``steps``; returns those to read, and what is carried to the
+    next step."""
     if steps == 1:
         return picked, {}
     units, counts, before = *picked, step.carried

@@ -11,15 +11,13 @@ from ..errors import MmaccelError
 from ..method.base import Method, Variant, as_dataclass, check_class
 from ..method.nearest import suggest
 from ..method.registry import methods
-from .recipe import OwnStage, Positions, Proportional, Recipe, Stage
+from .recipe import OVERRIDES, OwnStage, Positions, Proportional, Recipe, Stage
 
 #: what says what runs: a name (any text, but editors offer the known ones), a method or its class, a stage, a recipe, the
 #: content or the path of a JSON file
 Part: TypeAlias = RecipeName | str | Path | Method | type[Method] | Stage | Recipe | Mapping[str, Any]
 #: the method that takes the folder of a selector, and the file by which such a folder is known
 _LEARNED, _SELECTOR = "learned", "selector.json"
-#: settings of a whole recipe
-_WHOLE = ("positions", "variant", "text_retain", "proportional", "chunk", "frames_at_once")
 #: bytes of a recipe's file at most
 _LARGEST = 4 << 20
 #: or several of them, in the order of their sites
@@ -199,7 +197,7 @@ def _joined(parts: list[Recipe]) -> Recipe:
     anchor: int | None = None
     stages: list[Stage] = []
     for part in parts:
-        for name in _WHOLE:
+        for name in OVERRIDES[1:]:
             value = getattr(part, name)
             if value != getattr(Recipe, name):
                 raise MmaccelError(

@@ -25,7 +25,7 @@ Proportional = Literal["none", "pictures", "all", "restore"]
 #: sites at which tokens are dropped
 _BEFORE_CACHE = ("patches", "encoder", "projector", "layers")
 #: what a caller may set besides options of methods
-_OVERRIDES = ("retain", "positions", "variant", "text_retain", "proportional", "chunk", "frames_at_once")
+OVERRIDES = ("retain", "positions", "variant", "text_retain", "proportional", "chunk", "frames_at_once")
 _SITES = ("frames", "patches", "encoder", "projector", "layers", "cache", "codec")
 
 
@@ -260,7 +260,7 @@ class Recipe:
         for key, value in changes.items():
             if key == "retain":
                 recipe = recipe._with_retain(check_retain(value))
-            elif key in _OVERRIDES:
+            elif key in OVERRIDES:
                 recipe = dataclasses.replace(recipe, **{key: value})
             else:
                 recipe = recipe._with_option(key, value)
@@ -454,7 +454,7 @@ def overrides(recipe: Recipe) -> list[str]:
     """Names that :meth:`Recipe.override` takes for a recipe; for one without stages the sizes of chunks and groups."""
     if not recipe.stages:
         return ["chunk", "frames_at_once"]
-    return [*_OVERRIDES, *sorted(set().union(*(_options(one.kind) for one in recipe.stages)))]
+    return [*OVERRIDES, *sorted(set().union(*(_options(one.kind) for one in recipe.stages)))]
 
 
 def _options(cls: type[Method]) -> set[str]:

@@ -48,7 +48,7 @@ from ..method.keys import fixed_keys
 from ..method.refused import described, refuse
 from ..method.results import check_type
 from ..recipe import Recipe, Stage
-from ..recipe.recipe import check_together
+from ..recipe.recipe import OVERRIDES, check_together
 from .cache.close_gaps import CloseGaps
 from .cache.dual_chunk import ReadChunks
 from .cache.eviction import (
@@ -91,7 +91,7 @@ from .prompt.reduce import LookFirst, ReducePrompt, WritePrompt, positions_every
 from .prompt.tokens import TokenReducer
 
 #: options that may differ in one call: all others decide which modules are hooked and which taps the tower has
-PER_CALL = ("retain", "positions", "variant", "text_retain", "proportional", "chunk", "frames_at_once")
+PER_CALL = OVERRIDES
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ def restore(params: Params, arrays: Arrays) -> None:
     assert incoming.weights is not None and incoming.first_weights is not None and incoming.by_distance
     close(incoming.weights[0, places].exp(), arrays["sizes"])
     close(incoming.first_weights[0, places].exp(), arrays["sizes_layer0"])
-    factor = run("distance_factor", places[None], places[None, None])[0, 0]
+    factor = run("distance_factor", places[None], places[None, None], whole)[0, 0]
     close(factor.tril(), arrays["bias"].tril())
     index = KeyIndex(places[None].int(), False, len(places))
     added = index.weighed(incoming.weights, None, len(places))[0, 0] + factor

@@ -3,14 +3,12 @@
 from dataclasses import replace
 from typing import Literal
 
-from mmaccel_kernels.importance import importance
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ...method import KeyBatch, Policy, register
-from ..scoring.copies import of_first_keys
 from ..scoring.importance import by_group
-from .snapkv import own_keys, smoothed, window_sight
+from .snapkv import smoothed, window_attention, window_sight
 
 
 @register
@@ -69,14 +67,10 @@ class LAQ(Policy):
             index=keys.index[:, :held],
             memo={},
         )
-        own, votes = own_keys(prompt), keys.places >= 0
+        sight = None
         if self.official:
             last = pad(prompt.index, (keys.places.shape[1], 0), value=-1)[:, -keys.places.shape[1] :]
             sight = window_sight(replace(prompt, places=last, memo={}))
-        else:
-            sight = window_sight(prompt)
-        sums = importance(keys.queries, prompt.keys, scaling=keys.scaling, visible=sight[:, None])
-        paid = (sums / votes.sum(1).clamp(min=1)[:, None, None]).masked_fill(own[:, None], 0.0)
-        paid = of_first_keys(paid, prompt.keys, prompt.valid & ~own)
+        paid, own = window_attention(prompt, sight)
         score = smoothed(by_group(paid, keys.keys.shape[1], self.gqa), own, prompt, self.pooling, self.kernel)
         return pad(score, (0, keys.written))

@@ -59,12 +59,13 @@ def smoothed(score: Tensor, own: Tensor, keys: KeyBatch, pooling: Literal["avg",
     return score.masked_fill(own[:, None], torch.inf).masked_fill(~keys.valid[:, None], -torch.inf)
 
 
-def window_attention(keys: KeyBatch) -> tuple[Tensor, Tensor]:
+def window_attention(keys: KeyBatch, sight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The attention paid by the last queries, mean over them and zero for their own keys, ``[B, Hq, K]`` float32; and which
-    keys are their own, ``[B, K]`` bool."""
+    keys are their own, ``[B, K]`` bool. They see ``sight [B, W, K]`` bool, by default as :func:`window_sight`."""
     # queries of padding do not count
     votes, own = keys.places >= 0, keys.once(own_keys)
-    sums = importance(keys.queries, keys.keys, scaling=keys.scaling, visible=window_sight(keys)[:, None])
+    sight = window_sight(keys) if sight is None else sight
+    sums = importance(keys.queries, keys.keys, scaling=keys.scaling, visible=sight[:, None])
     paid = (sums / votes.sum(1).clamp(min=1)[:, None, None]).masked_fill(own[:, None], 0.0)
     return of_first_keys(paid, keys.keys, keys.valid & ~own), own
 

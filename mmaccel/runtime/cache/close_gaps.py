@@ -32,14 +32,14 @@ class CloseGaps(Run):
         places, end = prompt.phase(0).places, prompt.seen + prompt.length
         first = prompt.plan.family.first_position if self._begin is None else prompt.seen - self._begin
         first = torch.as_tensor(first, device=places.device).expand(len(places))
+        at = _by_place(places.to(positions.device), positions, end)
         for layer in state.layers:
             index = layer.index.by_head.long()
-            at = _by_place(places.to(index.device), positions.to(index.device), end)
-            known = at[:, None].expand(-1, index.shape[1], -1).gather(2, index.clamp(min=0))
+            known = at.to(index.device)[:, None].expand(-1, index.shape[1], -1).gather(2, index.clamp(min=0))
             new = (index >= prompt.seen) & (known >= 0)
             # what was stored before this prompt stands where it did
             after = first.to(index.device)[:, None, None] + new.cumsum(2) - 1
-            keys = turned(self.prompt.plan.family.text, layer.stored()[0], (after - known).masked_fill(~new, 0))
+            keys = turned(prompt.plan.family.text, layer.stored()[0], (after - known).masked_fill(~new, 0))
             width = keys.shape[2] - layer.keys.shape[2]
             layer.keys = keys[:, :, width:]
             if (ragged := layer.ragged) is not None:

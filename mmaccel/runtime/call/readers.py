@@ -209,7 +209,8 @@ def _masked(forward: Forward, number: int, given: Attention, seen: LayerAttended
             weights = incoming.first_weights
         added = index.weighed(weights, visible, given.query.shape[2])
         if incoming.by_distance:
-            added = added + distance_factor(incoming.phase(seen.number).places.to(added.device), index.by_head)
+            places, end = incoming.phase(seen.number).places.to(added.device), incoming.seen + incoming.length
+            added = added + distance_factor(places, index.by_head, end)
         return given.run(base, _for_heads(added, given).to(given.query.dtype), seen.scaling)
     if base not in BACKENDS:
         base, padding = _for_flash(forward, number, given, seen)

@@ -3,6 +3,7 @@ draft has written behind the prompt."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
@@ -79,11 +80,11 @@ def own_query(call: Call[ModelPlan], number: int, layer: nn.Module, hidden: Tens
 def _to_attention(
     call: Call[ModelPlan], layer: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
 ) -> Callable[[], None]:
-    """What runs the attention of a layer with ``hidden [B, q, D]`` as its input and the arguments ``kwargs``."""
+    """A function that runs the attention of a layer on ``hidden [B, q, D]`` with the arguments ``kwargs``."""
     # layers may be spread over devices, and the input of one is moved to it later
     device = next(layer.parameters()).device
     # some scale queries by their positions
-    takes = inspect.signature(layer.self_attn.forward).parameters  # type: ignore[union-attr]
+    takes = _arguments_of(type(layer.self_attn))  # type: ignore[arg-type]
     given = kwargs.get("position_ids")
     places = {"position_ids": given.to(device)} if "position_ids" in takes and given is not None else {}
     # others pass their keys on to layers above
@@ -99,6 +100,12 @@ def _to_attention(
         )
 
     return run
+
+
+@functools.cache
+def _arguments_of(kind: Any) -> frozenset[str]:
+    """Names of the arguments of a kind of module."""
+    return frozenset(inspect.signature(kind.forward).parameters)
 
 
 def first_pass(

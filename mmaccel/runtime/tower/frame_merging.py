@@ -35,7 +35,7 @@ _FIGURES = ("received_attention", "patch_attention", "cls_attention", "cls_atten
 
 
 @dataclass
-class FilmOfClip:
+class ClipFrames:
     """One clip in the tower's sequence: ``frames`` of ``size`` tokens from ``start`` on, of which those ``left`` are held."""
 
     start: int
@@ -54,9 +54,9 @@ class MergedFrames(CompactTokens):
         """``clips``: how many frames each has, and of how many tokens, CLS included."""
         tokens = sum(frames * size for frames, size in clips)
         super().__init__(cls, 1 if packed else sum(frames for frames, _ in clips), tokens, device)
-        self.packed, self.clips, start = packed, list[FilmOfClip](), 0
+        self.packed, self.clips, start = packed, list[ClipFrames](), 0
         for frames, size in clips:
-            self.clips.append(FilmOfClip(start, frames, size, list(range(frames))))
+            self.clips.append(ClipFrames(start, frames, size, list(range(frames))))
             start += frames * size
         self.sequence = Subsequence(self.place)
 
@@ -92,7 +92,7 @@ class MergedFrames(CompactTokens):
 
     def merge(
         self, method: FrameMergingMethod, hidden: Tensor
-    ) -> tuple[Tensor, list[tuple[FilmOfClip, Tensor, list[int]]]]:
+    ) -> tuple[Tensor, list[tuple[ClipFrames, Tensor, list[int]]]]:
         """Merge the frames that are left; returns the hidden states ``[tiles, T, C]`` or ``[..., S, C]``, and for every clip of
         which some merged the weights ``[F', F]`` and the frames ``F`` that were left before."""
         flat, out, start, merged = hidden.flatten(0, -2), [], 0, []
@@ -102,13 +102,13 @@ class MergedFrames(CompactTokens):
             count = len(clip.left)
             x = flat[start : start + count * clip.size].view(count, clip.size, -1)
             start += count * clip.size
-            before, weights = list(clip.left), torch.eye(count, device=x.device)
+            before = list(clip.left)
             if count > 1:
                 weights = self._weights(method, x[:, cls:].float())
                 first = (weights > 0).long().argmax(1).tolist()
                 clip.left = [before[at] for at in first]
                 merged.append((clip, weights, before))
-                if len(first) < count or not torch.equal(weights, torch.eye(count, device=x.device)):
+                if not torch.equal(weights, torch.eye(count, device=x.device)):
                     x = torch.einsum("fg,gtc->ftc", weights, x.float()).to(x.dtype)
             out.append(x.flatten(0, 1))
             # a frame is part of the last one that is left before it, or at its place
@@ -204,7 +204,7 @@ class FrameMerging:
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     def _mixed(
-        self, merged: MergedFrames, held: list[Tensor], parts: list[tuple[FilmOfClip, Tensor, list[int]]]
+        self, merged: MergedFrames, held: list[Tensor], parts: list[tuple[ClipFrames, Tensor, list[int]]]
     ) -> Tensor:
         """Figures ``[tiles, patches]`` of the layer behind which frames merged, those of merged frames mixed as they were."""
         flat = torch.cat([one.flatten() for one in held])
