@@ -357,6 +357,11 @@ PACKED: dict[str, tuple[str, dict[str, Any], float | None]] = {
     "think": ("think", {}, None),
     "vidkv": ("vidkv", {}, None),
     "calibquant": ("calibquant", {}, None),
+    "turboquant 4 bit": ("turboquant", {}, None),
+    "turboquant 3 bit": ("turboquant", {"bits": 3}, None),
+    "turboquant 2 bit": ("turboquant", {"bits": 2}, None),
+    "qserve": ("qserve", {}, None),
+    "zipcache": ("zipcache-codec", {}, None),
 }
 
 

@@ -10,6 +10,10 @@ sentence in which it is refused.
 
     python tests/fingerprint.py --write before.jsonl      # with the code as it was
     python tests/fingerprint.py --compare before.jsonl    # with the changed code; every difference, exit code 1 if any
+    python tests/fingerprint.py --compare before.jsonl --device cuda --nearly     # on a GPU, beside the CPU
+
+With ``--nearly`` hashes of floating-point numbers may differ and the largest logits may be apart by a thousandth, so that two
+devices, or two versions of torch, are compared by tokens, by what was kept and by statistics.
 
 Files are JSON lines, one a run, written as they come: what was interrupted goes on where it stopped. Bits depend on the
 versions of torch and transformers and on the instruction set of the CPU, so both files must come from one environment.
@@ -25,7 +29,9 @@ import argparse
 import functools
 import hashlib
 import json
+import math
 import multiprocessing
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -49,6 +55,7 @@ Record = dict[str, Any]
 Task = tuple[str, str]
 """A family, or one of the groups below, and the name of what runs on it."""
 
+DEVICE = torch.device("cpu")
 STEPS = 6
 """Decode steps behind the prefill."""
 LONGER = "and what else is there to see, and why is it where it is?"
@@ -120,6 +127,9 @@ def of_handle(model: Any) -> Record:
     """What the handle says of the last call."""
     stats = model.mmaccel.stats()
     stats.pop("seconds", None)
+    if stats.pop("drafting", None):
+        # how long a draft gets to be is decided by a clock
+        stats.pop("decode_steps", None)
     # earlier versions call it trail
     history = model.mmaccel.history if hasattr(model.mmaccel, "history") else model.mmaccel.trail
     trail = [
@@ -160,7 +170,7 @@ def rows(kind: str, seed: int = 0) -> list[tuple[list[Any], list[Any], str]]:
 @functools.cache
 def tiny(family: str, options: str = "{}") -> Any:
     """A model that is shared by what runs on it; ``options`` of its text model, as JSON."""
-    return zoo.model(family, **json.loads(options))
+    return zoo.model(family, **json.loads(options)).to(DEVICE)
 
 
 @functools.cache
@@ -174,12 +184,13 @@ def feed(family: str, kind: str, worker: Any, seed: int = 0) -> Record:
         return behind_words(family, feed(family, "image", worker, seed))
     bare = worker is zoo.processor(family)
     given = bare_feed(family, kind, seed) if bare else dict(zoo.encode(family, rows(kind, seed), worker))
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in given.items()}
+    copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in given.items()}
+    return {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in copies.items()}
 
 
 def behind_words(family: str, given: Record) -> Record:
     """The inputs of one row behind `REPEATING`."""
-    said = zoo.tokenizer(family)(REPEATING, add_special_tokens=False, return_tensors="pt").input_ids
+    said = zoo.tokenizer(family)(REPEATING, add_special_tokens=False, return_tensors="pt").input_ids.to(DEVICE)
     front = {"input_ids": said, "attention_mask": torch.ones_like(said), "mm_token_type_ids": torch.zeros_like(said)}
     return {name: torch.cat([front[name], value], dim=1) if name in front else value for name, value in given.items()}
 
@@ -217,18 +228,19 @@ class Way:
 
     text : options of the model's language model.
     calling : options of ``generate``.
+    accelerating : options of ``accelerate_vlm`` that no recipe holds.
     kinds : of inputs; all that the family has by default.
     """
 
     chosen: Recipe
     text: Mapping[str, Any] = field(default_factory=dict)
     calling: Mapping[str, Any] = field(default_factory=dict)
-    kernels: str = "auto"
+    accelerating: Mapping[str, Any] = field(default_factory=dict)
     kinds: tuple[str, ...] = ("image", "uneven", "video")
 
 
 FINE: dict[str, Any] = {"bits": 4, "page": 16, "group": 16, "residual": 0}
-# by choice: options for each codec; `tasks` runs nothing if one is missing
+# checked by test_fingerprints_know_every_codec
 PAGES: dict[str, tuple[Stage, ...]] = {
     "kivi": (Stage("kivi", None, FINE),),
     "kivi, residual": (Stage("kivi", None, {**FINE, "bits": 2, "residual": 24}),),
@@ -237,6 +249,9 @@ PAGES: dict[str, tuple[Stage, ...]] = {
     "vidkv": (Stage("vidkv", None, {"page": 32}),),
     "vidkv, waves": (Stage("vidkv", None, {"page": 32, "fourier": True, "protect": 0.3}),),
     "calibquant": (Stage("calibquant", None, {"page": 16}),),
+    "turboquant": (Stage("turboquant", None, {"page": 16, "residual": 0}),),
+    "qserve": (Stage("qserve", None, {"page": 16}),),
+    "zipcache": (Stage("zipcache-codec", None, {"page": 16}),),
     "calibquant, text apart": (
         Stage("calibquant", None, {"page": 16}),
         Stage("fp8", None, {"page": 16, "text_only": True}),
@@ -279,7 +294,19 @@ def ways() -> dict[str, Callable[[], Way]]:
         "as papers: before": lambda: Way(of(*before, positions="paper", variant="official")),
         "as papers: layers": lambda: Way(of(Stage("fastv", 0.4, {"layer": 3}), positions="paper")),
         "text as well": lambda: Way(of(Stage("snapkv", 0.4), text_retain=0.5)),
-        "kernels off": lambda: Way(of(adakv, kivi), kernels="off"),
+        "kernels off": lambda: Way(of(adakv, kivi), accelerating={"kernels": "off"}),
+        "host memory": lambda: Way(of(adakv, kivi), accelerating={"offload": "host"}),
+        "host memory, chosen keys": lambda: Way(get_recipe("quest"), accelerating={"offload": "host"}),
+        "a rest of two bits": lambda: Way(of(Stage("snapkv", 0.4, {"rest": "int2"}))),
+        "chunks": lambda: Way(of(*before, kivi, chunk=16)),
+        "some frames at once": lambda: Way(of(Stage("divprune", 0.5), frames_at_once=1)),
+        "lossless, lookup": lambda: Way(get_recipe("none"), accelerating={"lossless": True, "lookup": True}),
+        "lossless, recycled": lambda: Way(
+            get_recipe("none"), accelerating={"lossless": True, "lookup": "tokenrecycling"}
+        ),
+        "lossless, the model drafts": lambda: Way(of(adakv), accelerating={"lossless": True, "draft": "self"}),
+        "lossless, without layers": lambda: Way(get_recipe("none"), accelerating={"lossless": True, "draft": [1, 3]}),
+        "a static cache": lambda: Way(get_recipe("none"), calling={"cache_implementation": "static"}),
         "without a cache": lambda: Way(of(*before), calling={"use_cache": False}),
         "sampling": lambda: Way(of(Stage("random", 0.5), adakv), calling={"do_sample": True, "top_k": 8}),
     }
@@ -302,7 +329,7 @@ def run_model(family: str, name: str) -> Record:
     model = tiny(family, json.dumps({"num_hidden_layers": DEPTH, **way.text}, sort_keys=True))
     worker = prepare(zoo.processor(family), way.chosen)
     cases: Record = {}
-    with accelerated(model, way.chosen, processor=worker, kernels=way.kernels):
+    with accelerated(model, way.chosen, processor=worker, **way.accelerating):
         if name not in ways():
             cases["forward"] = guarded(lambda: forward(model, feed(family, "image", worker)))
         then = {"image": "image", "uneven": "text"}
@@ -400,8 +427,8 @@ def encoder(name: str) -> Any:
 
 
 def run_encoder(name: str, option: str) -> Record:
-    made = encoder(name)
-    pixels = torch.randn(3, 3, 48, 48, generator=torch.Generator().manual_seed(0))
+    made = encoder(name).to(DEVICE)
+    pixels = torch.randn(3, 3, 48, 48, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     with accelerated_encoder(made, option.split(",")[0], **INSIDE[option]):
         if hasattr(made, "get_image_features"):
             out = made.get_image_features(pixel_values=pixels)
@@ -439,7 +466,8 @@ def tasks() -> list[Task]:
     shown = {stage.method for stages in PAGES.values() for stage in stages} | {
         option.split(",")[0] for option in INSIDE
     }
-    every = {name for name, kind in methods().items() if issubclass(kind, (Codec, EncoderMethod))}
+    own = {name: kind for name, kind in methods().items() if kind.__module__.startswith("mmaccel.")}
+    every = {name for name, kind in own.items() if issubclass(kind, (Codec, EncoderMethod))}
     assert shown == every, f"PAGES and INSIDE lack a method of their kinds, or have one too many: {shown ^ every}"
     found = [(family, name) for family in zoo.FAMILIES for name in recipes()]
     found += [(family, name) for family in WAYS_ON for name in ways()]
@@ -448,9 +476,12 @@ def tasks() -> list[Task]:
     return found
 
 
-def run(task: Task) -> tuple[Task, Record]:
+def run(task: Task, device: str) -> tuple[Task, Record]:
     """One task in a process of one thread."""
+    global DEVICE
+    DEVICE = torch.device(device)
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False
     transformers.utils.logging.set_verbosity_error()
     group, name = task
     work: Callable[[], Record] = functools.partial(run_model, group, name)
@@ -462,17 +493,17 @@ def run(task: Task) -> tuple[Task, Record]:
         return task, guarded(work)
 
 
-def results(todo: list[Task], jobs: int) -> Iterator[tuple[Task, Record]]:
+def results(todo: list[Task], jobs: int, device: str) -> Iterator[tuple[Task, Record]]:
     """As they come, with a bar that says how many are left."""
     with tqdm(total=len(todo), smoothing=0.0, disable=not todo) as bar:
         if jobs == 1:
             for task in todo:
                 bar.set_postfix_str(" ".join(task))
-                yield run(task)
+                yield run(task, device)
                 bar.update()
             return
         with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-            for done in pool.imap_unordered(run, todo):
+            for done in pool.imap_unordered(functools.partial(run, device=device), todo):
                 bar.update()
                 yield done
 
@@ -480,9 +511,10 @@ def results(todo: list[Task], jobs: int) -> Iterator[tuple[Task, Record]]:
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def environment() -> Record:
+def environment(device: str = "cpu") -> Record:
     """What bits depend on beside the code."""
     return {
+        "device": device if device == "cpu" else torch.cuda.get_device_name(device),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
@@ -518,38 +550,59 @@ def flat(value: Any, key: str = "") -> dict[str, str]:
     return {key: json.dumps(value)}
 
 
-def differences(before: Record, after: Record) -> list[str]:
-    """One line each."""
+def differences(before: Record, after: Record, nearly: bool = False) -> list[str]:
+    """One line each; ``nearly`` as ``--nearly``."""
     old, new = flat(before), flat(after)
+    same = alike if nearly else operator.eq
     return [
         f"{key}: {old.get(key, 'not there')} -> {new.get(key, 'not there')}"
         for key in dict.fromkeys([*old, *new])
-        if old.get(key) != new.get(key)
+        if not same(old.get(key), new.get(key))
     ]
 
 
-def collect(todo: list[Task], jobs: int, path: Path | None) -> Iterator[tuple[Task, Record]]:
+def alike(old: str | None, new: str | None) -> bool:
+    """Whether two leaves say the same but for rounding: hashes of floating-point numbers do not count, their largest may be a
+    thousandth apart."""
+    if old is None or new is None or old == new:
+        return old == new
+    ends = [text.strip('"').rsplit(" max ", 1) for text in (old, new)]
+    heads = [end[0].rsplit(" ", 1) for end in ends]
+    if [len(end) for end in ends] == [2, 2] and heads[0][0] == heads[1][0]:
+        return math.isclose(float(ends[0][1]), float(ends[1][1]), rel_tol=1e-3, abs_tol=1e-3)
+    if all(" float" in text or " bfloat" in text for text in (old, new)):
+        return heads[0][0] == heads[1][0]
+    try:
+        return math.isclose(float(json.loads(old)), float(json.loads(new)), rel_tol=1e-3)
+    except (TypeError, ValueError):
+        return False
+
+
+def collect(todo: list[Task], jobs: int, path: Path | None, device: str) -> Iterator[tuple[Task, Record]]:
     """All runs, those that ``path`` has already first; new ones are added to it."""
     about, there = read(path) if path is not None and path.exists() else (None, {})
-    if about is not None and about != environment():
-        raise SystemExit(f"{path} comes from another environment, {about}, not {environment()}; give another file.")
+    here = environment(device)
+    if about is not None and about != here:
+        raise SystemExit(f"{path} comes from another environment, {about}, not {here}; give another file.")
     yield from ((task, there[task]) for task in todo if task in there)
     missing = [task for task in todo if task not in there]
     if path is None:
-        yield from results(missing, jobs)
+        yield from results(missing, jobs, device)
         return
     entries = [{"group": task[0], "name": task[1], "found": found} for task, found in there.items()]
     with path.open("w", encoding="utf-8") as file:
-        for entry in ({"environment": environment()}, *entries):
+        for entry in ({"environment": here}, *entries):
             print(json.dumps(entry), file=file, flush=True)
-        for task, found in results(missing, jobs):
+        for task, found in results(missing, jobs, device):
             # what is read back is compared, so that both sides went through JSON
             line = json.dumps({"group": task[0], "name": task[1], "found": found})
             print(line, file=file, flush=True)
             yield task, json.loads(line)["found"]
 
 
-def compare(path: Path, found: Iterator[tuple[Task, Record]], chosen: Callable[[Task], bool]) -> int:
+def compare(
+    path: Path, found: Iterator[tuple[Task, Record]], chosen: Callable[[Task], bool], device: str, nearly: bool
+) -> int:
     """How many differences to the file there are; they are printed."""
     about, before = read(path)
     count = 0
@@ -559,15 +612,15 @@ def compare(path: Path, found: Iterator[tuple[Task, Record]], chosen: Callable[[
         count += 1
         tqdm.write(line)
 
-    for line in differences(about or {}, environment()):
-        tell(f"environment {line}")
+    for line in differences(about or {}, environment(device)):
+        tqdm.write(f"environment {line}") if nearly else tell(f"environment {line}")
     left = {task for task in before if chosen(task)}
     for task, after in found:
         left.discard(task)
         if task not in before:
             tell(f"{' '.join(task)}: not there -> runs")
             continue
-        for line in differences(before[task], after):
+        for line in differences(before[task], after, nearly):
             tell(f"{' '.join(task)} {line}")
     for task in sorted(left):
         tell(f"{' '.join(task)}: ran -> not there")
@@ -589,6 +642,8 @@ def main(arguments: list[str] | None = None) -> int:
         help="only these, or encoder, session",
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each (default: 1)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
+    parser.add_argument("--nearly", action="store_true", help="compare what rounding does not change")
     options = parser.parse_args(arguments)
     if options.write is None and options.compare is None:
         parser.error("give --write FILE, --compare FILE, or both")
@@ -603,11 +658,11 @@ def main(arguments: list[str] | None = None) -> int:
     todo = [task for task in tasks() if chosen(task)]
     if not todo:
         parser.error("nothing of that name runs on these families")
-    found = collect(todo, options.jobs, options.write)
+    found = collect(todo, options.jobs, options.write, options.device)
     if options.compare is None:
         print(f"{sum(1 for _ in found)} runs in {options.write}")
         return 0
-    count = compare(options.compare, found, chosen)
+    count = compare(options.compare, found, chosen, options.device, options.nearly)
     print(f"{len(todo)} runs, {count} differences")
     return 1 if count else 0
 
