@@ -48,6 +48,7 @@ from .frames.scenetilling import SceneTilling as SceneTilling
 from .frames.uniform import UniformFrames as UniformFrames
 from .kv.codecs.calibquant import CalibQuant as CalibQuant
 from .kv.codecs.fp8 import FP8 as FP8
+from .kv.codecs.gear import GEAR as GEAR
 from .kv.codecs.kivi import KIVI as KIVI
 from .kv.codecs.qserve import QServe as QServe
 from .kv.codecs.think import ThinK as ThinK

@@ -252,6 +252,7 @@ PAGES: dict[str, tuple[Stage, ...]] = {
     "turboquant": (Stage("turboquant", None, {"page": 16, "residual": 0}),),
     "qserve": (Stage("qserve", None, {"page": 16}),),
     "zipcache": (Stage("zipcache-codec", None, {"page": 16}),),
+    "gear": (Stage("gear", None, {"page": 16}),),
     "calibquant, text apart": (
         Stage("calibquant", None, {"page": 16}),
         Stage("fp8", None, {"page": 16, "text_only": True}),

@@ -68,6 +68,7 @@ RecipeName: TypeAlias = Literal[
     "framefusion-step",
     "free-video-llm",
     "gap",
+    "gear",
     "gemfilter",
     "h2o",
     "h2o-decode",

@@ -259,8 +259,7 @@ class PackedKeys:
         """The same with codes and scales replaced by what ``move(x, dim)`` returns, which shows the same."""
 
         def plane(one: Plane) -> Plane:
-            zero = None if one.zero is None else move(one.zero, 0)
-            return replace(one, codes=move(one.codes, 0), scale=move(one.scale, 0), zero=zero)
+            return one.with_rows(lambda x: move(x, 0), move(one.codes, 0))
 
         pages = (
             one and replace(one, keys=tuple(map(plane, one.keys)), values=tuple(map(plane, one.values)))

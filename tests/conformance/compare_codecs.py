@@ -17,7 +17,9 @@ from mmaccel_kernels.pages import rotation as rotations
 from torch import Tensor
 
 from mmaccel.kv.cache import CacheState
+from mmaccel.kv.codecs import gear as gear_codec
 from mmaccel.kv.codecs.base import Codec, Eligible, token_groups
+from mmaccel.kv.codecs.gear import low_rank
 from mmaccel.kv.index import KeyIndex
 from mmaccel.kv.packed import demote
 from mmaccel.kv.scoring.importance import energy
@@ -223,6 +225,27 @@ def vidkv_pack(params: Params, arrays: Arrays) -> None:
         close(grouped(plane.zero), arrays["out_min"])
     else:
         assert (arrays["out_min"] == (0 if sign else -1)).all()
+
+
+def gear(params: Params, arrays: Arrays) -> None:
+    """The program rounds what codes represent to half precision, and measures what they lack behind that."""
+    bits, group, (*_, tokens, width) = params["bits"], params["group_size"], arrays["in_k"].shape
+    if bits not in (2, 4) or width % group:
+        raise NotOffered(f"gear with {bits} bits in groups of {group} of {width} channels")
+    options = {"bits": bits, "group": group, "page": tokens, "sparsity": params["sparsity"], "rounds": params["loop"]}
+    whole, sparse = make("gear", rank=params["rank"], **options), make("gear", rank=0, **options)
+    half = {"rtol": 2**-10, "atol": 1e-4}
+    for number, side in enumerate("kv"):
+        x, coded, begin = (arrays[name] for name in (f"in_{side}", f"out_{side}_sparse_quant", f"in_{side}_p_init"))
+        with patch.object(gear_codec, "first_directions", lambda *_, given=begin: given.flatten(0, 1)):
+            ours, plain = (
+                packed(one, arrays["in_k"], arrays["in_v"]).decoded()[number].view_as(x) for one in (whole, sparse)
+            )
+        torch.testing.assert_close(plain, coded, **half)
+        left, right = low_rank((x - coded).flatten(0, 1), begin.flatten(0, 1), params["loop"])
+        close(coded + (left @ right).view_as(x), arrays[f"out_{side}_out"])
+        # what is rounded away has a part in the product
+        torch.testing.assert_close(ours, arrays[f"out_{side}_out"], rtol=2**-10, atol=3e-3)
 
 
 # --- TurboQuant -------------------------------------------------------------------------------------------------------
@@ -493,6 +516,7 @@ _VLLM = "triton_turboquant_store, _tq_full_dequant_kv, _tq_decode_stage1"
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("jy-yuan/KIVI", _KIVI): kivi,
     ("insuhan/calibquant", "quant"): calibquant,
+    ("HaoKang-Timmy/GEAR", "gearslkivi_channelQ_new / gearslkivi_tokenQ_new"): gear,
     ("ThisisBillhe/ZipCache", f"{_BY_CHANNEL} / {_BY_TOKEN} (+ decompress)"): zipcache,
     ("ThisisBillhe/ZipCache", f"{_BY_CHANNEL}, {_BY_TOKEN} and their decompress functions"): zipcache,
     ("SalesforceAIResearch/ThinK", "key_pruner_query_driven"): think,

@@ -11,6 +11,7 @@ from mmaccel.kv.cache import CacheState
 from mmaccel.kv.codecs import Codec, token_groups
 from mmaccel.kv.codecs.calibquant import CalibQuant
 from mmaccel.kv.codecs.fp8 import FP8
+from mmaccel.kv.codecs.gear import GEAR
 from mmaccel.kv.codecs.kivi import KIVI
 from mmaccel.kv.codecs.qserve import QServe
 from mmaccel.kv.codecs.think import ThinK
@@ -43,6 +44,10 @@ SMALL = (
     QServe(page=32, bits=8, residual=8, smooth=0.0),
     ZipCacheCodec(page=16),
     ZipCacheCodec(page=16, bits=8),
+    GEAR(page=32),
+    GEAR(page=32, bits=2, rank=2, sparsity=0.2, group=16, residual=8),
+    GEAR(page=32, bits=8, rank=0),
+    GEAR(page=48, sparsity=0),
 )
 #: codecs that tell kinds of tokens apart
 SEVERAL = (

@@ -96,8 +96,9 @@ def test_places_are_freed_in_units(codec: Codec) -> None:
     layer = stored.state.layers[0]
     pages, unit = layer.pages, layer.pages.unit
     keys = codec.formats(16)[0]
-    # scales of a token are its own, and those of CalibQuant are of a whole head
-    assert unit == (keys.group if keys.axis == "channel" and codec.name != "calibquant" else 1)
+    # scales of a token are its own, and those of CalibQuant are of a whole head; a remainder is that of a page
+    own = keys.group if keys.axis == "channel" and codec.name != "calibquant" else 1
+    assert unit == (codec.page if pages.remains else own)
     before, kept = layer.stored()[0], torch.zeros(1, HEADS, len(layer.index), dtype=torch.bool)
     slot = torch.arange(6 * codec.page)
     kept[:, 0, : len(slot)] = (slot // unit % 3 == 0) & ((slot % unit > 2) | (unit == 1))

@@ -33,6 +33,7 @@ CODECS = {
     "turboquant": Stage("turboquant", None, {"page": 16, "bits": 3}),
     "qserve": Stage("qserve", None, {"page": 16}),
     "zipcache": Stage("zipcache-codec", None, {"page": 16}),
+    "gear": Stage("gear", None, {"page": 16}),
 }
 #: every kind of schedule, and every codec
 # checked by test_every_codec_is_beside_a_schedule
@@ -42,7 +43,7 @@ PACKED = {
     "h2o-visual": "kivi-visual",
     "every-3": "vidkv",
     "streaming-llm": "kivi",
-    "snapkv": "fp8",
+    "snapkv": "gear",
     "adaptive": "kivi",
     "tova": "calibquant",
     "cap": "kivi",

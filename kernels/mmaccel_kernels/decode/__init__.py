@@ -157,8 +157,7 @@ def decode_attention_cost(
         moved += [pages.cu_pages]
         tokens += int(pages.lengths().sum())
         for of in (*pages.keys, *pages.values):
-            parts = [of.codes[:1], of.scale[:1]] + ([] if of.zero is None else [of.zero[:1]])
-            size += len(pages.table) * sum(part.nbytes for part in parts)
+            size += len(pages.table) * sum(part[:1].nbytes for part in (of.codes, *of.of_rows()))
             size += 0 if of.channels is None else of.channels.nbytes
         # the table itself, count and meta of every page
         size += len(pages.table) * 3 * 4

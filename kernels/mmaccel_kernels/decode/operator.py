@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..launch import run
-from ..pages import Format, Pages, Plane
+from ..pages import Format, Pages, Plane, Remainder
 from .heads import heads_attention, reads_heads
 from .naive import Flat, decode_attention_definition
 from .triton import decode_attention_kernel, readable
@@ -96,7 +96,8 @@ def _spread(pages: Pages, tensors: list[Tensor]) -> str:
     """Put every tensor of ``pages`` to ``tensors``, and say all the rest as a literal of Python."""
 
     def plane(of: Plane) -> str:
-        own, form = (of.codes, of.scale, of.zero, of.channels, of.factor), of.format
+        rest = Remainder() if of.rest is None else of.rest
+        own, form = (of.codes, of.scale, of.zero, of.channels, of.factor, *rest.parts), of.format
         there = ", ".join(str(x is not None) for x in own)
         tensors.extend(x for x in own if x is not None)
         return f"({dataclasses.astuple(form)!r}, {there})"
@@ -112,9 +113,10 @@ def _gathered(layout: str, tensors: list[Tensor]) -> Pages:
     left = iter(tensors)
 
     def plane(form: Any, *there: bool) -> Plane:
-        codes, scale, zero, channels, factor = (next(left) if one else None for one in there)
+        codes, scale, zero, channels, factor, *parts = (next(left) if one else None for one in there)
         assert codes is not None and scale is not None
-        return Plane(Format(*form), codes, scale, zero, channels, factor)
+        rest = Remainder(*parts) if any(part is not None for part in parts) else None
+        return Plane(Format(*form), codes, scale, zero, channels, factor, rest)
 
     key_planes, value_planes = (tuple(plane(*of) for of in side) for side in (keys, values))
     count, meta, table, cu_pages = left

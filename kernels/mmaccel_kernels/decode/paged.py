@@ -52,6 +52,8 @@ def fits(pages: Pages | None, query: Tensor, width: int) -> bool:
     if pages is None or not paged() or len(pages.keys) != 1 or len(pages.values) != 1:
         return False
     share, (key,), (value,) = pages.page // WARPS, pages.keys, pages.values
+    if key.rest is not None or value.rest is not None:
+        return False
     stored = torch.float32 if query.dtype == torch.float32 else torch.float16
     return (
         pages.page % (16 * WARPS) == 0

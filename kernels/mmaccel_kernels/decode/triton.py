@@ -73,7 +73,7 @@ def decode_attention_kernel(
     if pages is not None and pages.values_turned:
         return _with_turned_values(query, keys, values, scaling, flat, pages, visible, tail, added)
     # the loop in CUDA C++ takes a positive scale
-    by_hand = pages is not None and scaling > 0 and added is None
+    by_hand = pages is not None and scaling > 0 and added is None and pages.keys[0].rest is pages.values[0].rest is None
     found = paged.loop(pages, query, visible is not None) if pages is not None and by_hand else None
     of_pages = None
     if pages is not None and (found is not None or paged.fits(pages, query, dv)):
@@ -86,7 +86,8 @@ def decode_attention_kernel(
         pages = None
     elif not readable(pages, query, dv):
         raise ValueError(
-            "The decode kernel reads pages of one or two planes of keys and one of values, in tiles of 16 to 128."
+            "The decode kernel reads pages of codes alone, in one or two planes of keys and one of values and in tiles of 16 "
+            "to 128."
         )
     alone = of_pages is not None and not capacity and flat is None
     dense = None if alone else _leave_keys(query, keys, values, scaling, flat, pages, visible, tail, added)

@@ -56,6 +56,10 @@ summed.
 **Factors.** A plane may have a ``factor`` for every channel of a head, which multiplies what codes represent: queries are
 multiplied by those of keys before they are read, and what is summed of values by theirs.
 
+**Remainders.** What codes lack may stand beside them, in the rows of the scales: a product of two thin matrices, and single
+numbers with their places (:class:`Remainder`). Both are added to what codes represent. No kernel reads such pages: they are
+decoded to be read.
+
 **Planes.** Keys (or values) may be split over channels into planes of different codes. A plane says which channels it
 holds in ``channels [B Hkv, D']``; None says all, in order. What several planes hold of all channels is summed.
 
@@ -68,7 +72,7 @@ from .format import FP8_MAX, Code, Format, paged, tile_for
 from .naive import channels_of, dequantise, from_book, from_e4m3, grouped, pack, turned, turned_back, unpack, waves
 from .ragged import concatenated, cumulative, ranges, split, sums
 from .rotation import matrix, rotate, rotate_back
-from .storage import Pages, Plane
+from .storage import Pages, Plane, Remainder
 
 __all__ = [
     "Code",
@@ -76,6 +80,7 @@ __all__ = [
     "Format",
     "Pages",
     "Plane",
+    "Remainder",
     "channels_of",
     "concatenated",
     "cumulative",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,6 +16,35 @@ from .ragged import cumulative, ranges, sums
 
 
 @dataclass(frozen=True)
+class Remainder:
+    """Correction of the codes of pages, in the rows of their scales: a product of two factors, and single numbers.
+
+    left, right : ``[M, page, r]`` and ``[M, r, D']``, whose product is added to what codes represent; None for none.
+    value, place : ``[M, n]`` numbers that are added, and ``[M, n]`` int16 or int32, where: at ``token D' + channel``; None for
+        none.
+    """
+
+    left: Tensor | None = None
+    right: Tensor | None = None
+    value: Tensor | None = None
+    place: Tensor | None = None
+
+    @property
+    def parts(self) -> tuple[Tensor | None, ...]:
+        """All tensors, or None where there are none."""
+        return self.left, self.right, self.value, self.place
+
+    def added_to(self, x: Tensor, rows: Tensor | None) -> Tensor:
+        """Add the remainder in ``rows [n]``, all if these are None, to what codes represent, ``x [n, page, D']`` float32."""
+        left, right, value, place = (p if p is None or rows is None else p.index_select(0, rows) for p in self.parts)
+        if left is not None and right is not None:
+            x = x + left.float() @ right.float()
+        if value is not None and place is not None:
+            x = x.flatten(1).scatter_add(1, place.long(), value.float()).view_as(x)
+        return x
+
+
+@dataclass(frozen=True)
 class Plane:
     """Keys or values of ``N`` pages in one code.
 
@@ -23,6 +52,7 @@ class Plane:
     scale, zero : ``[M, *format.meta]`` float16, bfloat16 or float32; ``zero`` None unless the format is affine.
     channels : ``[B Hkv, D']`` int32, the channels held, ascending; None for all.
     factor : ``[B Hkv, D']``, by head what every channel is multiplied by that is represented; None for none.
+    rest : what codes lack of the numbers; None for nothing.
     """
 
     format: Format
@@ -31,11 +61,24 @@ class Plane:
     zero: Tensor | None
     channels: Tensor | None = None
     factor: Tensor | None = None
+    rest: Remainder | None = None
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything held."""
-        own = self.codes, self.scale, self.zero, self.channels, self.factor
+        own = self.codes, *self.of_rows(), self.channels, self.factor
         yield from (t for t in own if t is not None)
+
+    def of_rows(self) -> Iterator[Tensor]:
+        """Everything that pages find by :attr:`Pages.meta`: scales, zero points, and the remainder."""
+        own = self.scale, self.zero, *(() if self.rest is None else self.rest.parts)
+        yield from (t for t in own if t is not None)
+
+    def with_rows(self, change: Callable[[Tensor], Tensor], codes: Tensor) -> Plane:
+        """The same with other ``codes``, and everything of :meth:`of_rows` as ``change`` returns it."""
+        scale, zero, rest = change(self.scale), None if self.zero is None else change(self.zero), self.rest
+        if rest is not None:
+            rest = Remainder(*(None if part is None else change(part) for part in rest.parts))
+        return replace(self, codes=codes, scale=scale, zero=zero, rest=rest)
 
     def decoded(
         self, page: int, tile: int, pages: Tensor | None, meta: Tensor | None, out: Tensor | None = None
@@ -49,14 +92,15 @@ class Plane:
             shape = out.shape[:-2]
             codes, scale = codes.view(out.shape), scale.view(*shape, *scale.shape[1:])
             zero = None if zero is None else zero.view(*shape, *zero.shape[1:])
-        return dequantise(codes, self.format, scale, zero, out)
+        found = dequantise(codes, self.format, scale, zero, out)
+        return found if self.rest is None else self.rest.added_to(found, meta)
 
     def joined(self, other: Plane) -> Plane:
         """Both, one behind the other; channels and factors are those of ``other``, which may differ where nothing is stored
         here."""
-        zero = None if self.zero is None or other.zero is None else torch.cat([self.zero, other.zero])
-        codes, scale = torch.cat([self.codes, other.codes]), torch.cat([self.scale, other.scale])
-        return replace(self, codes=codes, scale=scale, zero=zero, channels=other.channels, factor=other.factor)
+        theirs = other.of_rows()
+        joined = self.with_rows(lambda x: torch.cat([x, next(theirs)]), torch.cat([self.codes, other.codes]))
+        return replace(joined, channels=other.channels, factor=other.factor)
 
 
 @dataclass(frozen=True)
@@ -160,8 +204,13 @@ class Pages:
 
     @property
     def summed(self) -> bool:
-        """Whether a side has several planes of all channels, whose sum it is."""
-        return any(len(side) > 1 and side[0].channels is None for side in (self.keys, self.values))
+        """Whether a side is a sum: of several planes of all channels, or of codes and their remainder."""
+        return self.remains or any(len(side) > 1 and side[0].channels is None for side in (self.keys, self.values))
+
+    @property
+    def remains(self) -> bool:
+        """Whether codes have a remainder."""
+        return any(plane.rest is not None for plane in (*self.keys, *self.values))
 
     def decoded(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Keys and values, flat ``[total, D]`` each: head after head, tokens in order (lengths as :meth:`lengths`)."""
@@ -169,10 +218,11 @@ class Pages:
 
     @cached_property
     def even(self) -> bool:
-        """Whether all pages are full and listed once, every head has as many, and keys and values are one plane each; asked of
-        a CPU only, else False."""
+        """Whether all pages are full and listed once, every head has as many, and keys and values are one plane of codes each;
+        asked of a CPU only, else False."""
         planes = (*self.keys, *self.values)
-        apart = len(planes) > 2 or any(plane.channels is not None or plane.factor is not None for plane in planes)
+        apart = len(planes) > 2 or self.remains
+        apart |= any(plane.channels is not None or plane.factor is not None for plane in planes)
         if self.table.device.type != "cpu" or apart or len(self.table) != len(self.count) or not len(self.table):
             return False
         same = self.cu_pages.diff() == len(self.table) // (self.batch * self.heads)
@@ -262,10 +312,7 @@ class Pages:
 
         def pick(plane: Plane) -> Plane:
             return replace(
-                plane,
-                codes=plane.codes[pages],
-                scale=plane.scale[meta_rows],
-                zero=None if plane.zero is None else plane.zero[meta_rows],
+                plane.with_rows(lambda x: x[meta_rows], plane.codes[pages]),
                 channels=None if plane.channels is None else plane.channels[heads],
                 factor=None if plane.factor is None else plane.factor[heads],
             )
@@ -323,11 +370,14 @@ class Pages:
     def pooled(self) -> bool:
         """Whether a page has one row of scales for all its tokens, so that it can hold any tokens of that row."""
         formats = [plane.format for plane in (*self.keys, *self.values)]
-        return all(format.axis == "channel" and format.group == self.page for format in formats)
+        return not self.remains and all(format.axis == "channel" and format.group == self.page for format in formats)
 
     @property
     def unit(self) -> int:
-        """Tokens that share scales, and whose places become free together; 1 where every token can move by itself."""
+        """Tokens that share scales or a remainder, and whose places become free together; 1 where every token can move by
+        itself."""
+        if self.remains:
+            return self.page
         formats = [plane.format for plane in (*self.keys, *self.values)]
         return 1 if self.pooled else math.lcm(*(format.group for format in formats if format.axis == "channel"))
 
@@ -383,11 +433,7 @@ class Pages:
             listed, owned, scaled = (sent(x, plane.codes.device) for x in (table, rows, self.meta[table].long()))
             codes = unpack(plane.codes[listed], plane.format, self.page, self.tile)
             codes = pack(moved(codes), plane.format, self.tile)
-            scales = [
-                None if x is None else x[owned] if self.pooled else moved(x[scaled]) for x in (plane.scale, plane.zero)
-            ]
-            assert scales[0] is not None
-            return replace(plane, codes=codes, scale=scales[0], zero=scales[1])
+            return plane.with_rows(lambda x: x[owned] if self.pooled else moved(x[scaled]), codes)
 
         last = units[of] - (number - (pages.cumsum(0) - pages)[of]) * each
         made = replace(
@@ -412,7 +458,7 @@ class Pages:
         group = self.page if self.pooled else self.unit
         size = sum(plane.codes[:1].nbytes for plane in (*self.keys, *self.values))
         if not self.pooled:
-            size += sum(x[:1].nbytes for p in (*self.keys, *self.values) for x in (p.scale, p.zero) if x is not None)
+            size += sum(x[:1].nbytes for plane in (*self.keys, *self.values) for x in plane.of_rows())
         head, place, alive = self._listed(live)
         few = alive.unflatten(1, (-1, group)).sum(2) * token * self.page < size * group
         few = alive & few.repeat_interleave(group, dim=1)
