@@ -5,8 +5,10 @@ without axes excepted, as on the real thing), and every kernel that would be lau
 and every timing event is noted, each with the place in mmaccel that asked for it. Triton kernels are launched up to the
 launch itself, which only notes the devices of its arguments; the numbers come from the kernel's plain definition.
 
-What it does not prove: speed; numerics of half precision on a GPU; order between streams and whether memory lives long
-enough; what real kernels compute. Pinned memory of the host that a device is shown is counted apart: bytes that are copied
+An operation that meets what another stream is still writing or reading raises :class:`NotWaited`.
+
+What it does not prove: speed; numerics of half precision on a GPU; whether memory lives long enough; what real kernels
+compute. Pinned memory of the host that a device is shown is counted apart: bytes that are copied
 to and from it, by stream, and operations that read it where it is. An operation counts as one launch, though some are
 several; attention is one. A copy to a device that is asked not to block is believed not to.
 """
@@ -51,6 +53,10 @@ COPIES = {"_to_copy", "copy_", "copy"}
 
 class DevicesMixed(RuntimeError):
     """What the real thing says as "Expected all tensors to be on the same device"."""
+
+
+class NotWaited(RuntimeError):
+    """An operation of one stream needs what another has not finished, and has not waited for it."""
 
 
 @dataclass
@@ -131,6 +137,7 @@ class Machine:
     def __init__(self, devices: int) -> None:
         self.devices, self.current, self.counts = devices, 0, Counts()
         self.stream = "main"
+        self.order = _Order()
         self._quiet = 0
         #: pinned buffers that a device was shown, by their addresses, which nobody else is given
         self._pinned: dict[int, Tensor] = {}
@@ -209,6 +216,9 @@ class Machine:
         if name not in COPIES:
             self._same_device(func, name, flat)
         self._count(func, name, args, kwargs, wanted)
+        launched = not func.is_view and name not in FREE
+        if launched:
+            self.order.starts(self.stream, name, flat, _changed(func, args, kwargs))
         plain, back = [], {}
         for x in flat:
             if isinstance(x, SimulatedTensor):
@@ -219,6 +229,8 @@ class Machine:
         if name in COPIES:
             kwargs.pop("pin_memory", None)
         made = func(*args, **kwargs)
+        if launched:
+            self.order.writes(self.stream, [x for x in tree_flatten(made)[0] if isinstance(x, Tensor)])
         if name == "_to_copy" and any(made is x for x in plain):
             made = made.clone()
         if wanted is None or wanted.type != "cuda" or (name == "copy_" and not isinstance(flat[0], SimulatedTensor)):
@@ -337,6 +349,7 @@ class _Functions(TorchFunctionMode):
                 )
             self.machine.launch(func.__name__)
             self.machine.reads(func.__name__, flat)
+            self.machine.order.starts(self.machine.stream, func.__name__, flat, [])
             plain, options = tree_unflatten([x.numbers if isinstance(x, SimulatedTensor) else x for x in flat], spec)
             with _disable_current_modes():
                 return SimulatedTensor(func(*plain, **options), args[0].device)
@@ -358,6 +371,81 @@ class _Functions(TorchFunctionMode):
 # ------------------------------------------------------------------------------------------------------- torch.cuda
 
 
+class _Order:
+    """What the side stream has begun and the main one has not waited for, and the other way round."""
+
+    def __init__(self) -> None:
+        self.steps = {"main": 0, "side": 0}
+        #: of the side stream, of what the main one has not waited for: first and last byte, whether it writes, and its step
+        self.pending: list[tuple[int, int, bool, int]] = []
+        #: the last step of the main stream that wrote to a storage, and the one behind which the side stream works
+        self.written: dict[int, int] = {}
+        self.known = 0
+
+    def starts(self, stream: str, what: str, flat: list[Any], changed: list[Any]) -> None:
+        """An operation that reads ``flat`` and writes ``changed`` is put on a stream."""
+        self.steps[stream] += 1
+        if stream == "main" and not self.pending:
+            self.writes(stream, changed)
+            return
+        written = {id(x) for x in changed}
+        for x in flat:
+            span = _span(x)
+            if span is None:
+                continue
+            if stream == "side":
+                if self.written.get(_numbers(x).untyped_storage().data_ptr(), 0) > self.known:
+                    raise NotWaited(
+                        f"{what} at {place()} is beside the stream that writes its {tuple(x.shape)} {x.dtype}."
+                    )
+                self.pending.append((*span, id(x) in written, self.steps[stream]))
+                continue
+            for first, last, writes, _ in self.pending:
+                if span[0] < last and first < span[1] and (writes or id(x) in written):
+                    raise NotWaited(
+                        f"{what} at {place()} does not wait for the copy of its {tuple(x.shape)} {x.dtype}."
+                    )
+        self.writes(stream, changed)
+
+    def writes(self, stream: str, changed: list[Any]) -> None:
+        """A stream's last operation wrote these."""
+        for x in changed:
+            if stream == "main":
+                self.written[_numbers(x).untyped_storage().data_ptr()] = self.steps[stream]
+            elif (span := _span(x)) is not None:
+                self.pending.append((*span, True, self.steps[stream]))
+
+    def waits(self, stream: str, other: str, step: int) -> None:
+        """A stream waits for another up to one of its steps."""
+        if (stream, other) == ("side", "main"):
+            self.known = max(self.known, step)
+        elif (stream, other) == ("main", "side"):
+            self.pending = [one for one in self.pending if one[3] > step]
+
+
+def _numbers(x: Any) -> Tensor:
+    return x.numbers if isinstance(x, SimulatedTensor) else x
+
+
+def _span(x: Any) -> tuple[int, int] | None:
+    """The bytes between which a tensor of a device, or of pinned memory, lies."""
+    if not isinstance(x, Tensor) or not x.numel():
+        return None
+    plain = _numbers(x)
+    places = sum((size - 1) * stride for size, stride in zip(plain.shape, plain.stride(), strict=True)) + 1
+    return plain.data_ptr(), plain.data_ptr() + places * plain.element_size()
+
+
+def _changed(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation writes to."""
+    found = []
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name, args[at] if at < len(args) else None)
+            found += [x for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
+    return found
+
+
 class _Stream:
     def __init__(self, machine: Machine, device: int, name: str = "main") -> None:
         self.machine, self.device, self.device_index = machine, torch.device("cuda", device), device
@@ -366,10 +454,13 @@ class _Stream:
     def synchronize(self) -> None:
         self.machine.wait("stream")
 
-    def wait_stream(self, other: Any) -> None:
+    def wait_stream(self, other: _Stream) -> None:
         """Devices wait for each other, the host for none."""
+        self.machine.order.waits(self.name, other.name, self.machine.order.steps[other.name])
 
-    wait_event = wait_stream
+    def wait_event(self, event: _Event) -> None:
+        """Devices wait for each other, the host for none."""
+        self.machine.order.waits(self.name, *event.recorded)
 
     def record_event(self, event: Any = None) -> Any:
         event = event or _Event(self.machine)
@@ -380,12 +471,14 @@ class _Stream:
 class _Event:
     def __init__(self, machine: Machine, enable_timing: bool = False, **options: Any) -> None:
         self.machine, self.timing, self.device = machine, enable_timing, None
+        self.recorded = ("main", 0)
 
     def record(self, stream: _Stream | None = None) -> None:
         stream = stream or _Stream(self.machine, self.machine.current)
         if self.device is not None and self.device != stream.device:
             raise RuntimeError(f"Event device {self.device} does not match recording stream's device {stream.device}.")
         self.device = stream.device
+        self.recorded = stream.name, self.machine.order.steps[stream.name]
         self.machine.counts.events += not self.machine._quiet
 
     def synchronize(self) -> None:
@@ -394,8 +487,9 @@ class _Event:
     def query(self) -> bool:
         return True
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream: _Stream | None = None) -> None:
         """Devices wait for each other, the host for none."""
+        (stream or _Stream(self.machine, self.machine.current)).wait_event(self)
 
     def elapsed_time(self, end: _Event) -> float:
         if not (self.timing and end.timing):

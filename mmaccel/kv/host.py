@@ -195,6 +195,9 @@ class HostStore:
         layer.move(put)
         # work that follows may overwrite what the copies before these have read
         self._let_go(leaving)
+        if not self.busy:
+            # and, when layers are not attending, read what has been parked
+            self.attended()
 
     def _write(self, x: Tensor, dim: int, expected_new_tokens: int | None, stream: Any) -> Tensor:
         length, shape = x.shape[dim], list(x.shape)

@@ -19,7 +19,7 @@ from laws.helpers import FAMILIES, cache, follow, generate, inputs, logits, mode
 from laws.test_bytes import held
 from torch import Tensor
 
-from mmaccel import MmaccelError, Recipe, UnsupportedError, accelerate_vlm, accelerated, get_recipe, prepare
+from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerate_vlm, accelerated, get_recipe, prepare
 from mmaccel.kv import host
 from mmaccel.kv.host import buffer_of
 from mmaccel.method import ReadingPolicy
@@ -32,10 +32,15 @@ SQUARE = [
 ]
 #: one for every form in which a layer is stored and read
 FORMS = ("none", "divprune", "snapkv", "adakv", "kivi", "quest", "dycoke-cache", "h2o-decode")  # by choice: forms
+#: an index of heads is read as soon as an eviction has stored it
+PAGES_OF_HEADS = "pages of heads that differ"
 READING = tuple(synthetic.offered(ReadingPolicy))
 
 
 def made(name: str, family: str) -> Recipe:
+    if name == PAGES_OF_HEADS:
+        adaptive = Stage("snapkv", 0.4, {"kernel": 3, "head_budget": "adaptive:0.2"})
+        return Recipe("stages", (adaptive, Stage("kivi", None, {"bits": 4, "page": 16, "group": 16, "residual": 0})))
     return get_recipe("none") if name == "none" else recipe_of(name, family)
 
 
@@ -172,6 +177,11 @@ def test_no_wait_grows_with_layers(name: str) -> None:
         assert not [what for what, _ in step.remote if what == "scaled_dot_product_attention"]
     # of every step all but the first layer, with its room
     assert fetched - figures.offload["ahead"] <= len(many[1:]) * 1.3 * figures.offload["host"] / 8
+
+
+def test_an_index_of_heads_is_not_read_before_it_is_copied() -> None:
+    """An eviction stores it, and packing reads it at once: the simulated device raises where that does not wait."""
+    moved(PAGES_OF_HEADS, 4)
 
 
 @pytest.mark.parametrize("name", READING)
