@@ -37,7 +37,7 @@ class noisy(TorchDispatchMode):
         operands = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         key = repr((self.seed, name, [tuple(x.shape) for x in operands]))
         random = torch.Generator().manual_seed(zlib.crc32(key.encode()))
-        way = torch.randint(-self.units, self.units + 1, out.shape, generator=random)
+        way = torch.randint(-self.units, self.units + 1, out.shape, generator=random).to(out.device)
         if name in _DISTANCES:
             lengths = [x.square().sum(-1) for x in operands[:2]]
             unit = torch.finfo(out.dtype).eps * (lengths[0][..., :, None] + lengths[1][..., None, :])

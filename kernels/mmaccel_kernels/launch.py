@@ -53,6 +53,8 @@ _REMEDY = "install the Triton that your torch was built for; results are right w
 
 #: kernels that did not compile, as they were called -> why
 _failed: dict[tuple[Any, ...], Obstacle] = {}
+#: kernels that need more shared memory than the device has, as they were called -> the stages that fit
+_fewer: dict[tuple[Any, ...], int] = {}
 
 
 # --- which one --------------------------------------------------------------------------------------------------------
@@ -120,14 +122,23 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> A
     ------
     Unbuildable
         If it cannot be compiled for this device; the first time after a warning, later at once.
+
+    Versions of Triton differ in the shared memory that a stage takes: where so many do not fit, fewer are compiled, once.
     """
     if _failed and (known := _failed.get(_configuration(kernel, args, options))):
         raise Unbuildable(str(known))
+    asked = options
+    if _fewer and (stages := _fewer.get(_configuration(kernel, args, asked))):
+        options = _with_stages(asked, stages)
     try:
         return kernel[grid](*args, **options)
     except Exception as error:
         if not _of_the_build(error):
             raise
+        if isinstance(error, triton.OutOfResources) and options.get("num_stages", 1) > 1:
+            _fewer[_configuration(kernel, args, asked)] = options["num_stages"] - 1
+            return enqueue(kernel, grid, *args, **asked)
+        options = asked
         found, device, name = _explained(error), args[0].device, kernel.fn.__name__
         if not any(key[:2] == (kernel, device) for key in _failed):
             text = f"The kernel {name} cannot be compiled for {device}, plain torch is used: {found}."
@@ -217,6 +228,11 @@ def _configuration(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) 
     """What a kernel is compiled for, as far as a failure may depend on it."""
     types = tuple(arg.dtype for arg in args if isinstance(arg, Tensor))
     return kernel, args[0].device, types, tuple(options.items())
+
+
+def _with_stages(options: dict[str, Any], stages: int) -> dict[str, Any]:
+    """Options with so many stages, for the launch and for loops of the kernel that are told."""
+    return options | {name: stages for name in ("num_stages", "STAGES") if name in options}
 
 
 def _of_the_build(error: Exception) -> bool:

@@ -56,8 +56,14 @@ def device() -> str:
 def guard(device: str, monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """The devices that were made the current one while kernels ran; also where there is none."""
     entered: list[torch.device] = []
-    real = torch.cuda.device if device == "cuda" else contextlib.nullcontext
-    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or real(device))
+    real: type = torch.cuda.device if device == "cuda" else contextlib.nullcontext
+
+    class Entered(real):  # torch asks whether what it is given is one
+        def __init__(self, device: torch.device) -> None:
+            entered.append(device)
+            super().__init__(device)
+
+    monkeypatch.setattr(torch.cuda, "device", Entered)
     return entered
 
 

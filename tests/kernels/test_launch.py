@@ -323,6 +323,41 @@ def test_a_kernel_that_cannot_be_compiled_gives_way_to_its_definition(operation:
     )
 
 
+@pytest.mark.parametrize(("least", "tried"), [(3, [5, 4, 3, 3]), (0, [5, 4, 3, 2, 1])])
+def test_where_memory_does_not_hold_the_stages_fewer_are_compiled(
+    least: int, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, without a warning; where not even one fits, the kernel cannot be compiled."""
+    asked = []
+
+    class Kernel:
+        fn = launch._count.fn
+
+        def __getitem__(self, grid: Any) -> Any:
+            return self.launch
+
+        def launch(self, *args: Any, **options: Any) -> str:
+            assert options["STAGES"] == options["num_stages"]
+            asked.append(options["num_stages"])
+            if options["num_stages"] > least:
+                raise launch.triton.OutOfResources(253976, 232448, "shared memory")
+            return "made"
+
+    monkeypatch.setattr(launch, "_failed", {})
+    monkeypatch.setattr(launch, "_fewer", {})
+    kernel, x, options = Kernel(), torch.zeros(1), {"STAGES": 5, "num_stages": 5, "num_warps": 4}
+    if least:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert [launch.enqueue(kernel, (1,), x, **options) for _ in range(2)] == ["made", "made"]
+    else:
+        with pytest.warns(RuntimeWarning, match="cannot be compiled"), pytest.raises(launch.Unbuildable):
+            launch.enqueue(kernel, (1,), x, **options)
+        with pytest.raises(launch.Unbuildable):
+            launch.enqueue(kernel, (1,), x, **options)
+    assert asked == tried
+
+
 def test_other_configurations_and_devices_go_on(machine: Machine) -> None:
     x = numbers(1, 5, 16)
     with Elsewhere("cuda:1"):

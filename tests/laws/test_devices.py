@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import accelerate
+import fingerprint
 import matrix
 import numpy as np
 import oracle
@@ -287,3 +288,14 @@ def test_every_recipe_on_every_family(family, name, kind):
 
 def test_every_method_is_in_a_recipe():
     assert {stage.method for name in RECIPES for stage in get_recipe(name).stages} >= set(METHODS)
+
+
+def test_a_step_that_reads_rotated_pages_copies_nothing_to_the_device() -> None:
+    """Else it could not be captured as a CUDA graph."""
+    chosen = Recipe("stages", fingerprint.PAGES["turboquant"])
+    worker = prepare(zoo.processor("llava"), chosen)
+    given, model = feed("llava", "image", worker), zoo.model("llava").requires_grad_(False)
+    with simulated.machine() as gpu:
+        ran = run(gpu.put(model), chosen, worker, gpu.put(given), gpu)
+    assert ran.tokens is not None and len(ran.steps) == STEPS
+    assert not [step.moved for step in ran.steps[1:] if any(way == "to device" for way, _ in step.moved)]

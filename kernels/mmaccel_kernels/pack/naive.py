@@ -87,10 +87,12 @@ def measure(x: Tensor, there: Tensor, format: Format) -> tuple[Tensor, Tensor | 
         high = x.masked_fill(~there, -torch.inf).amax(over)
         empty = low > high
         low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
-        return (high - low) / (format.levels - 1), low
+        # by a tensor: CUDA multiplies by the inverse of a number, which rounds otherwise
+        return (high - low) / torch.full_like(high, format.levels - 1), low
     size = x.abs().masked_fill(~there, 0.0)
     if format.code == "fp8":
-        return size.amax(over) / FP8_MAX, None
+        largest = size.amax(over)
+        return largest / torch.full_like(largest, FP8_MAX), None
     mean = size.sum(over) / there.sum(over).clamp(min=1)
     return (2 * mean if format.code == "sign" else mean), None
 

@@ -1,8 +1,8 @@
 """Seeded rotations of the channels of a head.
 
-Where the number of channels is a power of two, it is a Hadamard transform of channels with random signs, in ``log2 D`` steps of
-sums and differences; else the orthogonal factor of a matrix of normal numbers, multiplied in double precision. So the result
-of a token does not depend on the tokens beside it.
+Where the number of channels is a power of two, it is a Hadamard transform of channels with random signs, on a CPU in ``log2 D``
+steps of sums and differences; else the orthogonal factor of a matrix of normal numbers. Matrices are multiplied in double
+precision: the result of a token does not depend on the tokens beside it, and on a GPU a step launches one product.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 def rotate(x: Tensor, seed: int, sketch: bool = False) -> Tensor:
     """``R x`` of the last axis of ``x [..., D]`` float32, the same shape. ``R`` is orthogonal, or for a ``sketch`` a matrix of
     independent numbers of N(0, 1)."""
-    if sketch or not _fast(x.shape[-1]):
-        return (x.double() @ _matrix_on(x, seed, sketch).mT).float()
-    return _hadamard(x * _on(x, signs(x.shape[-1], seed)))
+    if _by_steps(x, sketch):
+        return _hadamard(x * signs(x.shape[-1], seed))
+    return (x.double() @ _matrix_on(x.device, x.shape[-1], seed, sketch).mT).float()
 
 
 def rotate_back(x: Tensor, seed: int, sketch: bool = False) -> Tensor:
     """``R^T x``, the inverse of :func:`rotate` unless it is of a ``sketch``."""
-    if sketch or not _fast(x.shape[-1]):
-        return (x.double() @ _matrix_on(x, seed, sketch)).float()
-    return _hadamard(x) * _on(x, signs(x.shape[-1], seed))
+    if _by_steps(x, sketch):
+        return _hadamard(x) * signs(x.shape[-1], seed)
+    return (x.double() @ _matrix_on(x.device, x.shape[-1], seed, sketch)).float()
 
 
 def matrix(width: int, seed: int, sketch: bool = False) -> Tensor:
@@ -62,12 +62,15 @@ def _fast(width: int) -> bool:
     return width & (width - 1) == 0
 
 
-def _on(x: Tensor, held: Tensor) -> Tensor:
-    return held if x.device.type == "cpu" else held.to(x.device, non_blocking=True)
+def _by_steps(x: Tensor, sketch: bool) -> bool:
+    return not sketch and _fast(x.shape[-1]) and x.device.type == "cpu"
 
 
-def _matrix_on(x: Tensor, seed: int, sketch: bool) -> Tensor:
-    return _on(x, _matrix(x.shape[-1], seed, sketch))
+@lru_cache(maxsize=64)
+def _matrix_on(device: torch.device, width: int, seed: int, sketch: bool) -> Tensor:
+    """:func:`matrix` on a device. It stays there: a step that is captured may copy nothing from the host."""
+    with torch.inference_mode(False):
+        return matrix(width, seed, sketch).to(device)
 
 
 def _hadamard(x: Tensor) -> Tensor:
