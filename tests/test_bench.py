@@ -362,6 +362,17 @@ def test_drafts_run_beside_the_bare_model_and_the_recipe(tiny):
     assert "half, lossless, lookup: " in text and "forwards saved" in text
 
 
+def test_drafts_without_some_layers_are_promised_less_than_free_ones(tiny):
+    """Every drafted token reads the layers that are left: half of them and the head."""
+    bench, case = Bench(tiny, 1), Case("picture-336", 24, 2)
+    _, drafted = bench.measure(case, [("bare", get_recipe("none"))], drafts={"lossless": True, "draft": [2, 3]})
+    sums, held = drafted["drafting"], weight_bytes(tiny.model)
+    layers = sum(p.nbytes for layer in tiny.model.model.language_model.layers[2:] for p in layer.parameters())
+    assert weight_bytes(tiny.model, [2, 3]) == held - layers < held
+    steps = sums["verifications"] + sums["drafted"] / 2 * (held - layers) / held
+    assert sums["drafted"] > 0 and drafted["promised"]["decode"] == pytest.approx(23 / steps)
+
+
 def _about_nothing() -> dict[str, Any]:
     """A report without rows."""
     model = {"name": "tiny", "parameters": 1, "dtype": "float32", "attention": "sdpa", "shape": "tiny"}

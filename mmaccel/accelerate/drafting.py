@@ -18,7 +18,7 @@ from ..families import Family
 from ..families.draft import load_draft
 from ..kv.cache import cache_bytes
 from ..method.model_options import Loaded, keep
-from ..recipe import Recipe, RecipeLike, get_recipe
+from ..recipe import Recipe, RecipeLike, TunedRecipe, get_recipe
 from ..recipe.recipe import overrides
 from ..runtime.call.call import Call
 from ..runtime.call.plan import ModelPlan
@@ -225,10 +225,16 @@ class Drafts:
                 self.learned.answers.remember(answer)
 
 
-def _check_skipped(layers: Sequence[Any], family: Family) -> None:
-    """Raise MmaccelError for layers that cannot be skipped: the first one of a kind tells how many tokens the others hold."""
+def skippable(family: Family) -> dict[int, str]:
+    """The layers that may be skipped, with the kind (``layer_types``) of each: the first one of a kind tells how many tokens
+    the others hold."""
     kinds = list(getattr(family.text.config, "layer_types", None) or ["full_attention"] * family.depth)
-    allowed = [layer for layer in range(family.depth) if kinds.index(kinds[layer]) != layer]
+    return {layer: kinds[layer] for layer in range(family.depth) if kinds.index(kinds[layer]) != layer}
+
+
+def _check_skipped(layers: Sequence[Any], family: Family) -> None:
+    """Raise MmaccelError for layers that cannot be skipped."""
+    allowed = list(skippable(family))
     if wrong := [layer for layer in layers if type(layer) is not int or layer not in allowed]:
         raise MmaccelError(
             f"`draft` names layers to skip: this {family.name} model can skip {allowed}, got {wrong}; name some of these."
@@ -243,6 +249,21 @@ def draft_of_call(
     if draft is not None and not lossless and "draft" in overrides(get_recipe(recipe)):
         return None, {**options, "draft": draft}
     return draft, options
+
+
+def with_tuned_layers(draft: Any, lossless: bool, recipe: Recipe) -> Any:
+    """``draft`` of :func:`mmaccel.accelerate_vlm`; where a lossless answer has none, the layers that ``mmaccel tune
+    --draft-layers`` has written into the recipe. Raises MmaccelError if what is written there names no layers."""
+    if draft is not None or not lossless or not isinstance(recipe, TunedRecipe) or "draft" not in recipe.tuned:
+        return draft
+    written = recipe.tuned["draft"]
+    layers = written.get("layers") if isinstance(written, Mapping) else None
+    if not isinstance(layers, list) or not layers:
+        raise MmaccelError(
+            f"Recipe {recipe.name!r} has a `draft` under `tuned` that names no layers, got {written!r:.60}; run mmaccel tune "
+            "--draft-layers again, or give draft=."
+        )
+    return layers
 
 
 def _deciding(plan: ModelPlan) -> str:

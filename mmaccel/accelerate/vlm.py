@@ -41,7 +41,7 @@ from ..runtime.tower.frame_reuse import FrameReuse
 from ..runtime.tower.patch_pruning import PatchPruning
 from ..runtime.tower.rebuilding import Rebuilding
 from ..runtime.tower.taps import Taps
-from .drafting import Drafts, draft_of_call
+from .drafting import Drafts, draft_of_call, with_tuned_layers
 from .fallback import Fallback, FallbackLike, share_towers, with_fallback
 from .handle import Handle, check_model, exchange, restored
 from .positions import has_axes, too_long
@@ -513,7 +513,8 @@ def accelerate_vlm(
         verifies every token. Without a ``draft`` and ``lookup`` the model drafts for itself, where this can pay.
     draft : a smaller model of the same family, loaded, or its folder or hub id, that drafts tokens which the model verifies; it
         gets the recipe, too. Without ``lossless`` the model verifies for the answer that it gives with the recipe. ``"self"``
-        makes the model draft for itself, and with ``lossless`` a list of layer numbers makes it skip these while it does.
+        makes the model draft for itself, and with ``lossless`` a list of layer numbers makes it skip these while it does, by
+        default those that ``mmaccel tune --draft-layers`` has written into the recipe.
         Of a recipe whose method has an option of this name it is that option, unless ``lossless``.
     lookup : draft by copying what followed the newest tokens in the prompt or in earlier answers; a name from
         :data:`mmaccel.decoding.DRAFTERS` says how, True is ``"suffixdecoding"``.
@@ -570,7 +571,8 @@ def accelerate_vlm(
     )
     target = _model(model)
     warn_of_another(target, chosen)
-    drafts, net = Drafts(lossless, draft, lookup), Fallback.of(fallback, chosen)
+    drafts = Drafts(lossless, with_tuned_layers(draft, lossless, chosen), lookup)
+    net = Fallback.of(fallback, chosen)
     drafts.check(chosen, processor, net is not None)
     exchange(Accelerator.on(target), lambda: Accelerator(target, chosen, processor, kernels, drafts, net, offload))
     if (caution := target.mmaccel.plan.caution) is not None:

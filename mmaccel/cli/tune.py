@@ -13,8 +13,18 @@ With --fallback the command finds a safety net for one recipe instead: budgets, 
 it wrote with few tokens. Where it is less sure, it reads the prompt again with more, at last with all. Use the file with
 accelerate_vlm(model, "recipe.json", fallback=True).
 
-The exit status is 3 if no recipe keeps enough (the best trade-offs are shown), if the recipe keeps less than --keep of the
-held-out samples (a warning says so; it is written all the same), or if some samples could not be used.
+With --draft-layers the command finds the layers that the model skips while it drafts for itself. The model then verifies
+every drafted token with all layers, so that no answer changes. The command answers questions, and reads each answer again
+without some layers: the share of tokens that are still predicted is how often drafts will be right. Layers are skipped one by
+one, always the one that costs least, as long as acceptance and the measured time of a draft step promise more speed; then
+held-out questions are answered with drafts and without. Answers have to be longer than a word: give --max-new-tokens. Use the
+file with accelerate_vlm(model, "recipe.json", lossless=True), or --recipe recipe.json --lossless. --recipe, by default none,
+is the recipe that the layers are written into; one of --fallback keeps its fallback. Of the other options --trials (sets of
+layers) and --minutes count.
+
+The exit status is 3 if no recipe keeps enough (the best trade-offs are shown) or no layers pay, if the recipe keeps less than
+--keep of the held-out samples or drafts do not make them faster (a warning says so; the file is written all the same), or if
+some samples could not be used.
 """
 
 from __future__ import annotations
@@ -38,6 +48,7 @@ examples:
   mmaccel tune --model ./my-qwen --data questions.jsonl --keep 0.99 --goal ttft -o recipe.json
   mmaccel tune --model ./my-qwen --data questions.jsonl --keep 0.95 --confidence 0.9 --goal kv -o small-cache.json
   mmaccel tune --model ./my-qwen --data questions.jsonl --fallback --recipe divprune --keep 0.99 -o recipe.json
+  mmaccel tune --model ./my-qwen --data questions.jsonl --draft-layers --max-new-tokens 128 -o drafts.json
   mmaccel tune --suite image --trials 100 --minutes 10 --goal tokens -o pictures.json
 """
 
@@ -68,7 +79,7 @@ def run(
         ),
     ] = None,
     trials: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Recipes to try, those of earlier runs included.")
+        int, typer.Option(min=1, metavar="N", help="Recipes or sets of layers to try, those of earlier runs included.")
     ] = 300,
     minutes: Annotated[
         float | None, typer.Option(min=0, metavar="N", help="Time for trying them.  [default: no limit]")
@@ -80,9 +91,20 @@ def run(
         bool,
         typer.Option("--fallback", help="Find when --recipe should read a prompt again.  [default recipe: balanced]"),
     ] = False,
+    draft_layers: Annotated[
+        bool,
+        typer.Option(
+            "--draft-layers",
+            help="Find the layers that the model skips while it drafts for itself.  [default recipe: none]",
+        ),
+    ] = False,
     output: Json = None,
 ) -> int:
     """Search, show the front, write."""
+    if fallback and draft_layers:
+        raise MmaccelError("Give --fallback or --draft-layers, not both.")
+    if draft_layers:
+        return _find_layers(context, which, asked, out, recipe, trials, minutes, output)
     if fallback:
         return _find_fallback(context, which, asked, keep, out, recipe, confidence, output)
     from ..programs.tune import report
@@ -115,15 +137,45 @@ def _find_fallback(
     output: str | None,
 ) -> int:
     """Find a fallback for one recipe and write both into one file."""
-    if recipes is not None and len(recipes) > 1:
-        raise MmaccelError(f"--fallback is found for one recipe, got {', '.join(recipes)}; give one --recipe.")
+    recipe = _one(recipes, "--fallback", "balanced")
     from ..programs.tune.fallback import find_fallback, verdict
 
     json_file(output)
     task = measure.Run(asked, which, context.obj, None)
     options = {"keep": keep, "out": out, "confidence": confidence}
-    found = task.call("answering", find_fallback, recipe=(recipes or ["balanced"])[0], **options, **task.answering)
+    found = task.call("answering", find_fallback, recipe=recipe, **options, **task.answering)
     written = f"\nwritten: {out}" if found.recipe is not None else ""
     tell({"verdict": verdict(found), **found.report}, output, lambda: verdict(found) + written)
     enough = found.recipe is not None and found.report["held out keeps enough"]
     return max(task.finish(), 0 if enough else measure.PARTIAL)
+
+
+def _find_layers(
+    context: typer.Context,
+    which: ModelOptions,
+    asked: measure.Asked,
+    out: Path,
+    recipes: list[str] | None,
+    trials: int,
+    minutes: float | None,
+    output: str | None,
+) -> int:
+    """Find the layers that drafts skip and write them into a recipe."""
+    recipe = _one(recipes, "--draft-layers", "none")
+    from ..programs.tune.draft_layers import find_draft_layers, verdict
+
+    json_file(output)
+    task = measure.Run(asked, which, context.obj, None)
+    options = {"recipe": recipe, "out": out, "trials": trials, "minutes": minutes}
+    found = task.call("answering", find_draft_layers, **options, **task.answering)
+    written = f"\nwritten: {out}" if found.recipe is not None else ""
+    tell({"verdict": verdict(found), **found.report}, output, lambda: verdict(found) + written)
+    faster = found.recipe is not None and found.report["held out"]["times as fast"] >= 1
+    return max(task.finish(), 0 if faster else measure.PARTIAL)
+
+
+def _one(recipes: list[str] | None, option: str, default: str) -> str:
+    """The recipe of ``--recipe``, of which there may be one."""
+    if recipes is not None and len(recipes) > 1:
+        raise MmaccelError(f"{option} works on one recipe, got {', '.join(recipes)}; give one --recipe.")
+    return (recipes or [default])[0]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..accelerate import Fallback
-from ..accelerate.drafting import SELF
+from ..accelerate.drafting import SELF, with_tuned_layers
 from ..core.figures import DRAFT_SUMS
 from ..recipe import Recipe
 from .identity import digest, digests
@@ -18,11 +18,13 @@ DraftArguments = Mapping[str, Any]
 
 
 def for_recipe(drafts: DraftArguments, recipe: Recipe) -> DraftArguments:
-    """The arguments with the fields of the fallback, which ``True`` takes from the ``recipe``. Raises MmaccelError if it has
-    none, or a value is not allowed."""
+    """The arguments with what they take from the ``recipe``: fields of the fallback for ``True``, and layers that a lossless
+    draft skips. Raises MmaccelError if it has none, or a value is not allowed."""
     net = Fallback.of(drafts.get("fallback"), recipe)
-    rest = {name: value for name, value in drafts.items() if name != "fallback"}
-    return rest if net is None else {**rest, "fallback": dataclasses.asdict(net)}
+    draft = with_tuned_layers(drafts.get("draft"), bool(drafts.get("lossless")), recipe)
+    found = {"fallback": None if net is None else dataclasses.asdict(net), "draft": draft}
+    rest = {name: value for name, value in drafts.items() if name not in found}
+    return {**rest, **{name: value for name, value in found.items() if value is not None}}
 
 
 def drafts_title(drafts: DraftArguments) -> str:
@@ -41,7 +43,8 @@ def drafts_identity(drafts: DraftArguments) -> dict[str, str]:
     if not drafts:
         return {}
     name = drafts.get("draft")
-    return {"drafts": digest((dict(drafts), {} if name in (None, SELF) else digests(str(name))))}
+    files = {} if name in (None, SELF) or isinstance(name, (list, tuple)) else digests(str(name))
+    return {"drafts": digest((dict(drafts), files))}
 
 
 def readings(stats: Mapping[str, Any]) -> dict[str, float]:

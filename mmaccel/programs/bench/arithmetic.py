@@ -8,7 +8,7 @@ and the patch embedding are small and left out; so is selection, which is a cost
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,13 +96,13 @@ def _one_expert(module: Any) -> int:
     return int(module.gate_up_proj[0].numel() + module.down_proj[0].numel())
 
 
-def weight_bytes(model: Any) -> int:
-    """Bytes of weights that every decode step reads: the layers and the head, not the embeddings, and the experts of one
-    token."""
+def weight_bytes(model: Any, skipped: Collection[int] = ()) -> int:
+    """Bytes of weights that every decode step reads: the layers but for those that are ``skipped``, and the head, not the
+    embeddings, and the experts of one token."""
     text = family_of(model).text
-    parts = [text.layers, model.lm_head]
-    held = sum(p.nbytes for p in {id(p): p for part in parts for p in part.parameters()}.values())
-    for module in _experts(text):
+    layers = nn.ModuleList(layer for number, layer in enumerate(text.layers) if number not in skipped)
+    held = sum(p.nbytes for p in {id(p): p for part in (layers, model.lm_head) for p in part.parameters()}.values())
+    for module in _experts(layers):
         unread = len(module.gate_up_proj) - text.config.num_experts_per_tok
         held -= unread * _one_expert(module) * module.gate_up_proj.itemsize
     return held

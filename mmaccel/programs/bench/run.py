@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ...accelerate import accelerated
-from ...accelerate.drafting import MODEL, SELF
+from ...accelerate.drafting import LAYERS, MODEL, SELF
 from ...core.stats import Clock
 from ...core.transformers_api import cache_of
 from ...errors import MmaccelError, UnsupportedError, first_line
@@ -336,8 +336,9 @@ class Bench:
             prefill = functools.partial(self.model.generate, **inputs, max_new_tokens=1, do_sample=False)
             variant.operations = count_operations(self.model, prefill)
             if variant.drafts:
-                drafting = self.model.mmaccel.drafts.family
-                variant.draft_bytes = weight_bytes(self.model if drafting is None else drafting.model)
+                drafts = self.model.mmaccel.drafts
+                drafting = self.model if drafts.family is None else drafts.family.model
+                variant.draft_bytes = weight_bytes(drafting, drafts.skipped)
             del inputs, prefill
         self.once(case, variant)
 
@@ -434,7 +435,7 @@ class Bench:
         drafting = variant.samples[-1].stats.get("drafting")
         if not drafting or case.answer == 1:
             return 1.0
-        by_model = sum(one["drafted"] for name, one in drafting["sources"].items() if name in (MODEL, SELF))
+        by_model = sum(one["drafted"] for name, one in drafting["sources"].items() if name in (MODEL, SELF, LAYERS))
         steps = drafting["verifications"] + by_model / case.batch * variant.draft_bytes / weight_bytes(self.model)
         return float((case.answer - 1) / max(1.0, steps))
 

@@ -20,7 +20,7 @@ class LayerSkip(ModelDraft):
     """Drafts without a second copy of keys and weights: steps run the layers that are left, write behind the keys of these, and
     are forgotten before the model verifies.
 
-    *SWIFT*, arXiv 2410.06916; *LayerSkip*, arXiv 2404.16710.
+    *SWIFT*, arXiv 2410.06916; *LayerSkip*, arXiv 2404.16710. ``mmaccel tune --draft-layers`` finds the layers.
 
     Parameters
     ----------
@@ -48,14 +48,14 @@ class LayerSkip(ModelDraft):
         # layers that are skipped store nothing, so that all cannot be cut by as many tokens
         restore = snapshot(self.reader.cache)
         try:
-            with torch.no_grad(), _skipped(self.layers):
+            with torch.no_grad(), without_layers(self.layers):
                 return self._draft(rows, most)
         finally:
             self.reader.drop(restore)
 
 
 @contextmanager
-def _skipped(layers: Sequence[Any]) -> Iterator[None]:
+def without_layers(layers: Sequence[Any]) -> Iterator[None]:
     """Context in which ``layers`` return the hidden states that they are given."""
     before = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
@@ -68,6 +68,20 @@ def _skipped(layers: Sequence[Any]) -> Iterator[None]:
                 vars(layer).pop("forward", None)
             else:
                 vars(layer)["forward"] = forward
+
+
+def likeliest_without(layers: Sequence[Any], prompt: ModelDraft, tokens: Tensor) -> list[list[int]]:
+    """The likeliest token behind each of ``tokens [B, n]``, which follow a ``prompt`` that the whole model has read, if
+    ``layers`` are skipped: ``B`` lists of ``n``. The tokens are forgotten."""
+    assert prompt.reader is not None
+    with prompt.own_positions(), torch.no_grad():
+        restore = snapshot(prompt.reader.cache)
+        try:
+            with without_layers(layers):
+                found: list[list[int]] = prompt.reader.read(tokens).argmax(-1).tolist()
+        finally:
+            prompt.reader.drop(restore)
+    return found
 
 
 def _unchanged(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

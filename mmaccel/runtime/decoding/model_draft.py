@@ -47,14 +47,14 @@ class ModelDraft:
 
     def prepare(self, rows: Sequence[Row], chooser: Chooser) -> None:
         """See :class:`mmaccel.runtime.decoding.drafting.Source`."""
-        with self._own_positions(), torch.no_grad():
+        with self.own_positions(), torch.no_grad():
             self.reader = self._read_prompt(len(rows))
         self.chooser = chooser
         self.known, self.fed = [row.prompt for row in rows], [[] for _ in rows]
 
     def draft(self, rows: Sequence[Row], most: Sequence[int]) -> list[Draft]:
         """See :class:`mmaccel.runtime.decoding.drafting.Source`."""
-        with self._own_positions(), torch.no_grad():
+        with self.own_positions(), torch.no_grad():
             self._keep_what_was_right(rows)
             return self._draft(rows, most)
 
@@ -139,7 +139,7 @@ class ModelDraft:
         return reader
 
     @contextmanager
-    def _own_positions(self) -> Iterator[None]:
+    def own_positions(self) -> Iterator[None]:
         """Modules remember how positions go on behind the last prompt (``rope_deltas``): put in those of the draft, and then
         those of the model that verifies, which may be the same modules."""
         before = [module.rope_deltas for module in self.modules]
