@@ -111,6 +111,15 @@ def test_ask_with_drafts_is_lossless(folder, capsys, drafts):
     assert "drafted tokens accepted" in output(capsys, *argv, "--recipe", "divprune", "--lossless", *drafts)
 
 
+def test_ask_copies_nothing_from_its_warm_up():
+    """The figures are those of a first answer: what was generated before anything is measured is no earlier answer."""
+    settings = {"lossless": True, "lookup": True}
+    given = zoo.model("qwen2_vl"), zoo.processor("qwen2_vl"), zoo.inputs("qwen2_vl")
+    found = ask.answer(*given, "none", 6, settings=settings)
+    assert len(set(found.ids[:4].tolist())) == 4
+    assert found.stats["drafting"]["drafted_by"][0][:4] == [""] * 4
+
+
 def test_ask_falls_back(folder, capsys):
     argv = ["ask", "--model", folder / "llava", folder / "a.png", "what?", "--recipe", "divprune", "--retain", 4]
     report = json.loads(output(capsys, *argv, "--fallback", "1.0", "--json"))

@@ -184,6 +184,52 @@ def layers(view: View) -> Table:
     return _columns(["layer", "tokens", "of all tokens", "keys a head", "of all keys"], rows)
 
 
+# --------------------------------------------------------------------------------------------------------------- drafts
+
+
+def drafts(exchange: Exchange) -> str:
+    """Both answers, with every token underlined as its drafter's, and what the lines mean."""
+    columns = [one for one in (exchange.full, *exchange.fast) if one.drafted is not None]
+    found = [source for one in columns if one.drafted is not None for source in one.drafted.figures["sources"]]
+    numbers = {source: number for number, source in enumerate(dict.fromkeys(found), 1)}
+    cells = "".join(_drafted(one, numbers) for one in columns)
+    keys = "".join(f"<li>{_token(name, number, name)}</li>" for name, number in numbers.items())
+    legend = f'<ul class="mm-drafters" aria-label="who drafted"><li>plain: the model itself</li>{keys}</ul>'
+    return f'<div class="mm-columns">{cells}</div>{legend}'
+
+
+def _drafted(column: Column, numbers: dict[str, int]) -> str:
+    assert column.drafted is not None
+    text = "".join(_token(piece, numbers.get(source, 0), source) for piece, source in column.drafted.pieces)
+    return f'<section class="mm-column"><h3>{escape(column.title)}</h3><p class="mm-answer mm-drafted">{text}</p></section>'
+
+
+def _token(text: str, number: int, source: str) -> str:
+    if not number or not text:
+        return escape(text)
+    return f'<mark data-drafter="{number}" title="drafted by {escape(source)}">{escape(text)}</mark>'
+
+
+def drafting(exchange: Exchange) -> Table:
+    """Figures of the drafts of both answers, a row a figure, and how many tokens each drafter has."""
+    rows: dict[str, list[str]] = {}
+    columns = [one for one in (exchange.full, *exchange.fast) if one.drafted is not None]
+    for place, column in enumerate(columns):
+        assert column.drafted is not None
+        found, sources = column.drafted.figures, [source for _, source in column.drafted.pieces]
+        cells = {
+            "tokens": str(len(sources)),
+            "forwards behind the prompt": str(found["verifications"]),
+            "drafted tokens accepted": f"{found['accepted']} of {found['drafted']}",
+            "tokens a forward": f"{found['tokens_a_verification']:.2f}",
+            **{f"tokens drafted by {name}": str(sources.count(name)) for name in found["sources"]},
+        }
+        for name, cell in cells.items():
+            rows.setdefault(name, [""] * len(columns))[place] = cell
+    heads = ["figure", *(column.title for column in columns)]
+    return _columns(heads, [(name, *cells) for name, cells in rows.items()])
+
+
 # ----------------------------------------------------------------------------------------------------------- comparison
 
 

@@ -13,10 +13,11 @@ import queue
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers.utils import logging
 
 from mmaccel import MmaccelError, Recipe, UnsupportedError, accelerated, prepare, recipes
@@ -37,6 +38,19 @@ _RUNS, _RUN_TOKENS = 3, 16
 _LOOK = 0.1
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """The drafts of an answer.
+
+    pieces : the text and the drafter of every token, which is empty for the model's own.
+    figures, notes : ``stats()["drafting"]`` and ``stats()["notes"]``.
+    """
+
+    pieces: list[tuple[str, str]]
+    figures: dict[str, Any]
+    notes: list[str]
+
+
 @dataclass
 class Column:
     """One answer. ``state``: ``waits``, ``runs``, ``done``, ``stopped``, or ``refused`` with the reason in ``text``.
@@ -44,6 +58,7 @@ class Column:
     agreement, view : how far it agrees with the full answer, and what became of the visual tokens; once it is done, and not
         for the full answer itself.
     first_token_seconds, tokens_per_second : medians of several runs; None where none were measured.
+    drafted : of an answer with drafts.
     """
 
     title: str
@@ -55,6 +70,7 @@ class Column:
     view: View | None = None
     first_token_seconds: float | None = None
     tokens_per_second: float | None = None
+    drafted: Drafted | None = None
 
 
 @dataclass
@@ -85,6 +101,7 @@ class Exchange:
     def note(self) -> str:
         """Notes on what the figures do not show."""
         notes = [note for one in self.fast if one.answer is not None for note in one.answer.stats["notes"]]
+        notes += [note for one in (self.full, *self.fast) if one.drafted is not None for note in one.drafted.notes]
         if self.full.state == "done":
             notes.append(self.times)
         return " ".join(f"{note[:1].upper()}{note[1:].rstrip('.')}." for note in dict.fromkeys(notes) if note)
@@ -190,13 +207,43 @@ class Engine(ModelSlot):
             If none of the recipes, or the prompt, can be honoured, or the time for one question is over.
         """
         exchange = Exchange(Column("full model"), [Column(_title(one)) for one in chosen])
+
+        def answers(look: Callable[[], None], tell: Callable[[], None]) -> None:
+            self._all(exchange, prompt, chosen, longest, look, tell)
+
+        yield from self._follow(exchange, answers, stop)
+
+    def ask_twice(
+        self, prompt: Prompt, recipe: Recipe, drafts: Mapping[str, Any], longest: int, stop: threading.Event
+    ) -> Iterator[Exchange]:
+        """As :meth:`ask`, for the full model's answer with ``drafts`` (``draft`` and ``lookup`` of ``accelerate_vlm``) to a
+        question, and to the same question again, when the answer can be copied. ``recipe`` shapes what drafts."""
+        exchange = Exchange(Column("asked first"), [Column("asked again")])
+
+        def answers(look: Callable[[], None], tell: Callable[[], None]) -> None:
+            with accelerated(self.model, recipe, processor=self.processor, lossless=True, **drafts):
+                for column in (exchange.full, *exchange.fast):
+                    self._draft(column, prompt, longest, look, tell)
+
+        yield from self._follow(exchange, answers, stop)
+
+    def _follow(
+        self,
+        exchange: Exchange,
+        answers: Callable[[Callable[[], None], Callable[[], None]], None],
+        stop: threading.Event,
+    ) -> Iterator[Exchange]:
+        """The exchange again and again while ``answers`` fill it in a thread."""
         news: queue.Queue[BaseException | None] = queue.Queue()
 
         def work() -> None:
             try:
                 with self.turn(stop) as look:
-                    self._all(exchange, prompt, chosen, longest, look, lambda: news.put(None))
+                    answers(look, lambda: news.put(None))
             except BaseException as error:
+                if isinstance(error, TimeLimitExceeded):
+                    for column in (exchange.full, *exchange.fast):
+                        column.state = "stopped" if column.state in ("waits", "runs") else column.state
                 news.put(error)
             else:
                 news.put(StopIteration())
@@ -243,22 +290,17 @@ class Engine(ModelSlot):
                 column.state, column.text = "refused", str(error)
         if len(refused) == len(chosen):
             raise refused[0]
-        try:
-            self._one(exchange.full, prompt, recipe_of("none"), longest, look, tell)
-            for column, recipe in zip(exchange.fast, chosen, strict=True):
-                if column.state == "refused":
-                    continue
-                self._one(column, prompt, recipe, longest, look, tell)
-                if exchange.full.answer is not None and column.answer is not None:
-                    column.agreement = ask.agreement(exchange.full.answer, column.answer)
-                    column.answer.logits = None
-            if exchange.full.answer is not None:
-                exchange.full.answer.logits = None
-                self._time(exchange, prompt, chosen, longest, look, tell)
-        except TimeLimitExceeded:
-            for column in (exchange.full, *exchange.fast):
-                column.state = "stopped" if column.state in ("waits", "runs") else column.state
-            raise
+        self._one(exchange.full, prompt, recipe_of("none"), longest, look, tell)
+        for column, recipe in zip(exchange.fast, chosen, strict=True):
+            if column.state == "refused":
+                continue
+            self._one(column, prompt, recipe, longest, look, tell)
+            if exchange.full.answer is not None and column.answer is not None:
+                column.agreement = ask.agreement(exchange.full.answer, column.answer)
+                column.answer.logits = None
+        if exchange.full.answer is not None:
+            exchange.full.answer.logits = None
+            self._time(exchange, prompt, chosen, longest, look, tell)
 
     def _time(
         self,
@@ -326,6 +368,48 @@ class Engine(ModelSlot):
             column.state = "stopped"
         else:
             column.text, column.state = column.answer.answer, "done"
+
+    def _draft(
+        self,
+        column: Column,
+        prompt: Prompt,
+        longest: int,
+        look: Callable[[], None],
+        tell: Callable[[], None],
+    ) -> None:
+        """One answer with drafts of a model that is accelerated."""
+
+        def show(text: str, tokens: int) -> None:
+            column.text, column.tokens = text, tokens
+            tell()
+
+        try:
+            look()
+            column.state = "runs"
+            tell()
+            typing = _Typing(self.processor.tokenizer, look, show)
+            inputs = encode(self.processor, [prompt]).to(self.model.device, self.model.dtype)
+            with torch.no_grad():
+                self.model.generate(**inputs, max_new_tokens=longest, do_sample=False, streamer=typing)
+        except Stopped:
+            column.state = "stopped"
+        else:
+            stats = self.model.mmaccel.stats()
+            sources = stats["drafting"]["drafted_by"][0]
+            texts = pieces(self.processor.tokenizer, typing.ids)
+            column.drafted = Drafted(list(zip(texts, sources, strict=True)), stats["drafting"], stats["notes"])
+            column.state = "done"
+
+
+def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The text that every token adds; a character of several tokens belongs to the last of them."""
+    found, shown = list[str](), 0
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end], skip_special_tokens=True)
+        whole = "" if text.endswith("\ufffd") else text[shown:]
+        found.append(whole)
+        shown += len(whole)
+    return found
 
 
 def _title(recipe: Recipe) -> str:

@@ -1,4 +1,4 @@
-"""The page: five tabs over the engines, and the endpoints of the API."""
+"""The page: six tabs over the engines, and the endpoints of the API."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import gradio as gr
 import pandas as pd
 
 from mmaccel import MmaccelError, Recipe, get_recipe
+from mmaccel.accelerate.drafting import SELF
+from mmaccel.decoding.drafters import DEFAULT, DRAFTERS
 from mmaccel.media.files import Prompt
 
 from . import cards, limits, overlay
@@ -115,6 +117,8 @@ def build(house: House, examples: list[Example]) -> gr.Blocks:
             layers = _asking(house, visitors, "layers", "picture", examples, [tab.select])
         with gr.Tab("Compare recipes"):
             compared = _comparing(house, visitors, examples)
+        with gr.Tab("Drafts"):
+            _drafting(house, visitors, examples)
         with gr.Tab("Stream"):
             stream = _streaming(house, visitors, examples)
         _endpoints(house)
@@ -470,6 +474,52 @@ def _comparing(house: House, visitors: Visitors, examples: list[Example]) -> Any
     inputs, outputs = [media, question, chosen, retain], [said, table, drawings]
     _turns(visitors, [ask.click, question.submit], stop, run, inputs, outputs, ("", "", ""), picked)
     return chosen
+
+
+# --------------------------------------------------------------------------------------------------------------- drafts
+
+
+def _drafting(house: House, visitors: Visitors, examples: list[Example]) -> None:
+    """One question about a picture, asked twice with drafts: which token of the full model's answer was drafted by whom."""
+    with gr.Row():
+        with gr.Column(scale=2, min_width=300):
+            picked, media, question = _brought(house, examples, "picture", "drafts")
+            ask, stop = _buttons("Ask twice")
+            copying = gr.Dropdown(
+                [("nobody", ""), *((name, name) for name in DRAFTERS)], value=DEFAULT, label="Who copies"
+            )
+            own = gr.Checkbox(False, label=f"The model drafts for itself, with the tokens that {_START} keeps")
+            longest = gr.Slider(1, limits.ANSWER, _ANSWER, step=1, label="Longest answer, in tokens")
+        with gr.Column(scale=3, min_width=300):
+            hint = cards.say(
+                "Both answers are the full model's. Drafted tokens are underlined; the model has verified them."
+            )
+            said = gr.HTML(hint, elem_classes="said-drafts")
+            answers = gr.HTML(elem_classes="answers-drafts")
+            figures = gr.HTML(elem_classes="figures-drafts")
+
+    def run(
+        visitor: Visitor,
+        stop: threading.Event,
+        media: str | None,
+        question: str,
+        copying: str | None,
+        own: bool,
+        longest: float,
+    ) -> Iterator[Any]:
+        prompt = _shown("picture", media, question)
+        length = limits.number(longest, 1, limits.ANSWER, "The longest answer")
+        if not copying and not own:
+            raise MmaccelError("Nobody drafts; choose who copies, or let the model draft for itself.")
+        drafts = {"lookup": copying or False, "draft": SELF if own else None}
+        for exchange in house.engine("picture").ask_twice(prompt, get_recipe(_START), drafts, length, stop):
+            yield cards.say(exchange.busy), cards.columns(exchange), gr.skip()
+        if exchange.done:
+            table = cards.table(cards.drafting(exchange), "what drafts saved")
+            yield cards.say(exchange.note()), cards.drafts(exchange), table
+
+    inputs, outputs = [media, question, copying, own, longest], [said, answers, figures]
+    _turns(visitors, [ask.click, question.submit], stop, run, inputs, outputs, ("", "", ""), picked)
 
 
 # --------------------------------------------------------------------------------------------------------------- stream

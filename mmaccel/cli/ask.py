@@ -232,6 +232,7 @@ def answer(
             # kernels of decode steps are compiled when they first run
             steps = min(longest, _WARM_UP)
             model.generate(**inputs, max_new_tokens=steps, min_new_tokens=steps, do_sample=False)
+            model.mmaccel.drafts.forget()
             if cuda:
                 torch.cuda.synchronize(model.device)
                 torch.cuda.reset_peak_memory_stats(model.device)

@@ -262,6 +262,20 @@ def test_an_example_is_answered_when_the_page_opens(site, visit, tmp_path):
     assert titles(other) == its
 
 
+def test_drafted_tokens_are_underlined(visit):
+    """A question is asked twice; the second answer is copied from the first, and the table says how much of it."""
+    page = visit()
+    page.tab("Drafts")
+    page.press("Ask twice")
+    page.until(lambda: page.all(".figures-drafts table"), 120)
+    first, again = page.all(".answers-drafts .mm-answer")
+    assert first.text and first.text == again.text
+    marked = again.find_elements(page.css, "mark")
+    assert marked and marked[0].get_attribute("title").startswith("drafted by suffixdecoding")
+    assert "underline" in marked[0].value_of_css_property("text-decoration-line")
+    assert "tokens drafted by suffixdecoding" in page.text(".figures-drafts")
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_what_is_asked_stands_within_the_first_600_pixels(visit, width):
     page = visit(width, 900)
@@ -269,6 +283,7 @@ def test_what_is_asked_stands_within_the_first_600_pixels(visit, width):
         ("Picture", "picture", "Ask"),
         ("Video", "video", "Ask"),
         ("Compare recipes", "compare", "Compare"),
+        ("Drafts", "drafts", "Ask twice"),
     ):
         page.tab(name)
         page.until(lambda kind=kind: page.all(f".question-{kind}"))
@@ -476,7 +491,7 @@ def test_a_phone(visit):
     page = visit(390, 844)
     width = page.driver.execute_script("return document.documentElement.scrollWidth")
     assert width <= 390, "nothing to scroll sideways"
-    for name in ("Video", "Layers", "Stream", "Compare recipes"):
+    for name in ("Video", "Layers", "Stream", "Drafts", "Compare recipes"):
         page.tab(name)
         assert page.driver.execute_script("return document.documentElement.scrollWidth") <= 390
     page.press("Compare")
@@ -602,7 +617,7 @@ def test_layers_of_one_question(visit, files):
 
 @pytest.mark.parametrize(
     ("tab", "field"),
-    [("Picture", "picture"), ("Layers", "layers"), ("Compare recipes", "compare")],
+    [("Picture", "picture"), ("Layers", "layers"), ("Compare recipes", "compare"), ("Drafts", "drafts")],
 )
 def test_an_own_picture_clears_the_question_of_the_example(visit, files, tab, field):
     page = visit()
@@ -613,7 +628,7 @@ def test_an_own_picture_clears_the_question_of_the_example(visit, files, tab, fi
     # one that the visitor wrote stays
     page.write(f".question-{field}", "what is this ?")
     page.upload(files.other)
-    page.press("Compare" if field == "compare" else "Ask")
+    page.press({"compare": "Compare", "drafts": "Ask twice"}.get(field, "Ask"))
     page.until(lambda: page.all(f".answers-{field} :is(.mm-column, tr)"))
     assert page.value(f".question-{field}") == "what is this ?"
 
@@ -638,7 +653,7 @@ def test_every_control_has_a_name(visit):
             page.until(lambda: not page.unnamed(), 5)
         unnamed.update({where: found} if (found := page.unnamed()) else {})
 
-    for name in ("Picture", "Video", "Layers", "Compare recipes", "Stream"):
+    for name in ("Picture", "Video", "Layers", "Compare recipes", "Drafts", "Stream"):
         page.tab(name)
         if name == "Compare recipes":
             page.press("Compare")

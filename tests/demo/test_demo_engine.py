@@ -776,3 +776,84 @@ def test_several_at_once_are_kept_apart():
     assert both.free() is both and not is_accelerated(both.model) and not is_accelerated(twin.model)
     for got, name in ((found[0], "uniform"), (second, "snapkv")):
         assert got.fast[0].text == answered(alone, prompt, name).fast[0].text
+
+
+# --------------------------------------------------------------------------------------------------------------- drafts
+
+
+def twice(where, prompt, stop=None, longest=16, **drafts):
+    *_, last = where.ask_twice(prompt, limits.recipe("balanced"), drafts, longest, stop or threading.Event())
+    return last
+
+
+def test_who_drafted_which_token(films):
+    """The answer is the full model's, twice; most of the second is copied from the first."""
+    prompt = Prompt("what?", clip=clip())
+    bare = ask.answer(films.model, films.processor, encode(films.processor, [prompt]), "none", 24)
+    found = twice(films, prompt, longest=24, lookup="suffixdecoding")
+    again = found.fast[0]
+    assert found.done and found.full.text == again.text == bare.answer
+    assert not is_accelerated(films.model)
+    for column in (found.full, again):
+        assert "".join(text for text, _ in column.drafted.pieces).strip() == bare.answer
+        assert len(column.drafted.pieces) == bare.new_tokens > 3
+        assert sum(source != "" for _, source in column.drafted.pieces) == column.drafted.figures["accepted"]
+    drafted = [(text, source) for text, source in again.drafted.pieces if source]
+    # as a chain or as a tree, whichever the measured seconds recommend
+    assert {source for _, source in drafted} <= {"suffixdecoding", "suffixdecoding-tree"}
+    assert len(drafted) > bare.new_tokens / 2
+    second = cards.drafts(found).split("<section")[2].split("</section>")[0]
+    assert second.count('title="drafted by suffixdecoding') == sum(text != "" for text, _ in drafted)
+    table = cards.drafting(found)
+    assert table["figure"][:2] == ["tokens", "forwards behind the prompt"]
+    counts = [
+        int(cell)
+        for name, cell in zip(*(table[head] for head in ("figure", "asked again")), strict=True)
+        if "by" in name
+    ]
+    assert sum(counts) == len(drafted)
+    assert int(table["asked again"][1]) < int(table["asked first"][1])
+
+
+def test_several_drafters_are_told_apart(house, files):
+    """Each by a line of its own kind, by its name in words, and by a row of the table; what is off is said."""
+    where = house.engine("picture")
+    found = twice(where, scene(files), longest=12, lookup="tokenrecycling", draft="self")
+    assert found.done and "No model drafts: the answer has at most 12 tokens." in found.note()
+    column = found.full
+    figures = {**column.drafted.figures, "sources": {"self": {}, "tokenrecycling": {}}}
+    pieces = [("a ", ""), ("red", "self"), (" <b>", "tokenrecycling"), ("", "self")]
+    found = engine.Exchange(dataclasses.replace(column, drafted=engine.Drafted(pieces, figures, [])), [])
+    drawn = cards.drafts(found)
+    assert '>a <mark data-drafter="1" title="drafted by self">red</mark><mark data-drafter="2"' in drawn
+    assert " &lt;b&gt;</mark></p>" in drawn and "<b>" not in drawn
+    assert cards.drafting(found)["asked first"][-2:] == ["2", "1"]
+
+
+def test_drafts_are_stopped_like_any_answer(house, files):
+    stop = threading.Event()
+    balanced, seen = limits.recipe("balanced"), []
+    for exchange in house.engine("picture").ask_twice(scene(files), balanced, {"lookup": True}, 16, stop):
+        seen.append(exchange)
+        stop.set()
+    exchange = seen[-1]
+    assert [exchange.full.state, exchange.fast[0].state] == ["stopped", "stopped"] and not exchange.done
+    assert exchange.full.drafted is None and cards.drafts(exchange).count("<section") == 0
+
+
+def test_drafts_take_no_longer_than_a_question_may(films, slow):
+    films.seconds = 10.0
+    with pytest.raises(MmaccelError, match="time limit"):
+        twice(films, Prompt("what?", clip=clip()), longest=32, lookup=True)
+    assert not is_accelerated(films.model)
+
+
+def test_a_character_of_several_tokens_is_the_last_ones():
+    """Bytes of one character are several tokens; special tokens have no text."""
+
+    class Bytes:
+        def decode(self, ids, skip_special_tokens):
+            return bytes(one for one in ids if one < 256).decode(errors="replace")
+
+    ids = [*"né".encode(), 300, *"é!".encode()]
+    assert engine.pieces(Bytes(), ids) == ["n", "", "é", "", "", "é", "!"]
