@@ -70,6 +70,7 @@ from .kv.policies.em_llm import EMLLM as EMLLM
 from .kv.policies.expected_attention import ExpectedAttention as ExpectedAttention
 from .kv.policies.frame_bounds import FrameBounds as FrameBounds
 from .kv.policies.h2o import H2O as H2O
+from .kv.policies.hermes import HERMES as HERMES
 from .kv.policies.infinigen import InfiniGen as InfiniGen
 from .kv.policies.infinipot_v import InfiniPotV as InfiniPotV
 from .kv.policies.infllm import InfLLM as InfLLM
@@ -104,6 +105,7 @@ from .kv.policies.speckv import SpecKV as SpecKV
 from .kv.policies.squeezed_attention import SqueezedAttention as SqueezedAttention
 from .kv.policies.streaming_llm import StreamingLLM as StreamingLLM
 from .kv.policies.streamingtom import StreamingTOM as StreamingTOM
+from .kv.policies.streammem import StreamMem as StreamMem
 from .kv.policies.tokenselect import TokenSelect as TokenSelect
 from .kv.policies.tova import Tova as Tova
 from .kv.policies.triforce import TriForce as TriForce

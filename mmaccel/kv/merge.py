@@ -113,6 +113,21 @@ def merge(
     return Merge(flow.into(keys, half), flow.into(values, half), threshold)
 
 
+def averaged(x: Tensor, onto: Tensor, weight: Tensor) -> Tensor:
+    """``x [B, H, n, D]`` in which slots hold the mean of all that flows into them.
+
+    onto : ``[B, n]`` long, the slot that each flows into, -1 for none; a slot that something flows into names itself.
+    weight : ``[B, n]`` float32 above 0, the weight of each in its mean.
+    """
+    rows, heads, total = x.shape[:3]
+    at = torch.arange(total, device=x.device).expand(rows, total)
+    pivot = onto.clamp(min=0)
+    share, takes = weight / weight.gather(1, pivot), (onto >= 0) & (onto != at)
+    shape = rows, heads, total
+    at, pivot, takes, share = (part[:, None].expand(shape) for part in (at, pivot, takes, share))
+    return _Flow.of(at, pivot, takes, share, share, total).into(x, False)
+
+
 def _most_alike(keys: Tensor, kept: Tensor, at: Tensor, valid: Tensor, stay: int) -> tuple[Tensor, Tensor]:
     """The largest cosine of every evicted key to the kept ones of its head, ``stay`` at most, one to a copy, and whose it is,
     the lower slot on a tie, ``[B, H, n]`` each; the evicted ones are those ``at [B, H, n]`` that are ``valid``."""

@@ -441,6 +441,8 @@ class Policy(CacheOptions):
     rereads: ClassVar[bool] = False
     #: the number of tokens that the model writes behind a prompt before keys are chosen, see :attr:`KeyBatch.written`
     lookahead: int = 0
+    #: whether texts are read behind the cache before keys are chosen, see :class:`~mmaccel.method.guides.GuidedPolicy`
+    guided: ClassVar[bool] = False
     #: whether it is shown how little the model expected each token of a prompt, as :attr:`KeyBatch.received`
     needs_surprise: ClassVar[bool] = False
     #: whether :meth:`recall_by_logits` is called in place of :meth:`recall`

@@ -47,6 +47,7 @@ class _Stream:
     _recall: Stage | None
     _folder: str | None
     _recalled: list[int]
+    _dialogue: str
     _cache: Any
     _waiting: list[np.ndarray]
     _last: Clip | None
@@ -149,7 +150,7 @@ class _Stream:
     def _accelerated(self) -> AbstractContextManager[Any]:
         held = Accelerator.on(self.model)
         how: dict[str, Any] = {} if held is None else {"kernels": held.kernels, "offload": held.plan.offload}
-        recipe = _streaming(self._recipe, self._recall, self.cap_tokens, self._prefix)
+        recipe = _streaming(self._recipe, self._recall, self.cap_tokens, self._prefix, self._dialogue)
         return accelerated(self.model, recipe, processor=self.processor, **how)
 
 
@@ -157,7 +158,8 @@ class VideoSession(_Stream):
     """A video stream for one model.
 
     Frames are read in chunks; whenever a layer holds more than ``cap_tokens`` keys a head, the policy of the recipe evicts
-    keys. Nothing else grows with the length of the video. A question sees the current cache and leaves no trace in it.
+    keys. Nothing else grows with the length of the video. A question sees the current cache and leaves no trace in it; with
+    ``hermes``, which rates keys by the last question and answer too, it changes what is evicted later.
 
     With ``recall=`` nothing is evicted: the oldest frames beyond the cap move to host memory, or to files in a folder, and
     every question brings back those that it asks about, layer by layer. On the device are then at most ``cap_tokens`` keys a
@@ -227,7 +229,7 @@ class VideoSession(_Stream):
         self._recipe = get_recipe(recipe)
         self._recall = None if recall is None else _recall_stage(recall, self._family)
         self._folder = _folder(park, recall is not None)
-        self._recalled, self._cache = list[int](), DynamicCache()
+        self._recalled, self._dialogue, self._cache = list[int](), "", DynamicCache()
         self._waiting: list[np.ndarray] = []
         self._size: tuple[int, ...] = ()
         self._last: Clip | None = None
@@ -271,8 +273,7 @@ class VideoSession(_Stream):
         longest = _count(max_new_tokens, 1, "max_new_tokens")
         with self._asked(question, longest) as (model, feed):
             answer = _greedy(model, self._cache, feed, longest, on_token)
-        text: str = self.processor.tokenizer.decode(answer, skip_special_tokens=True)
-        return text.strip()
+            return self._noted(question, answer)
 
     @torch.no_grad()
     def generate(self, question: str, max_new_tokens: int = 64, **options: Any) -> Tensor:
@@ -289,8 +290,15 @@ class VideoSession(_Stream):
             mask = torch.ones_like(whole["input_ids"])
             given = {**whole, "attention_mask": mask, **cache_argument(self._cache), **options}
             out = model.generate(**given, max_new_tokens=longest)
-        tokens: Tensor = out if isinstance(out, Tensor) else out.sequences
-        return tokens[:, mask.shape[1] :]
+            tokens: Tensor = (out if isinstance(out, Tensor) else out.sequences)[:, mask.shape[1] :]
+            self._noted(question, tokens[0])
+        return tokens
+
+    def _noted(self, question: str, answer: Any) -> str:
+        """The text of an answer, which is kept with its question."""
+        text: str = self.processor.tokenizer.decode(answer, skip_special_tokens=True).strip()
+        self._dialogue = f"{question} {text}"
+        return text
 
     @property
     def frames(self) -> int:
@@ -392,8 +400,9 @@ def _agreed(model: Any, cache: Any, feed: Mapping[str, Tensor], memory: ParkedFr
     return memory
 
 
-def _streaming(recipe: Recipe, recall: Stage | None, cap: int, prefix: int) -> Recipe:
-    """The recipe with a policy that evicts nothing below the cap, and nothing of the prefix, or that recalls."""
+def _streaming(recipe: Recipe, recall: Stage | None, cap: int, prefix: int, dialogue: str = "") -> Recipe:
+    """The recipe with a policy that evicts nothing below the cap, and nothing of the prefix, and knows the last question and
+    answer if it asks for them; or one that recalls."""
     stages = list(recipe.stages)
     if recall is not None:
         if at_work := [stage.method for stage in stages if stage.kind.site in ("cache", "codec")]:
@@ -414,7 +423,9 @@ def _streaming(recipe: Recipe, recall: Stage | None, cap: int, prefix: int) -> R
         )
     if cap <= prefix:
         raise MmaccelError(f"cap_tokens must be greater than the {prefix} tokens of the prompt, got {cap}.")
-    options = {"cap": cap, "joint": True, "sinks": max(policy.sinks, prefix)}
+    options: dict[str, Any] = {"cap": cap, "joint": True, "sinks": max(policy.sinks, prefix)}
+    if dialogue and hasattr(policy, "dialogue"):
+        options["dialogue"] = dialogue
     stages[at] = dataclasses.replace(stages[at], retain=1.0, options={**stages[at].options, **options})
     return dataclasses.replace(recipe, stages=tuple(stages))
 

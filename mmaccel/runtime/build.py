@@ -60,6 +60,7 @@ from .cache.eviction import (
     EvictByText,
     EvictKeys,
 )
+from .cache.guided_eviction import EvictByGuides
 from .cache.offload import FetchKeys, ParkKeys
 from .cache.packing import PackKeys
 from .cache.piece_eviction import EvictByPiece
@@ -468,6 +469,8 @@ def _evicts_by_text(policy: Policy) -> type[EvictByText] | None:
         return EvictByOwnText
     if policy.needs_surprise:
         return EvictBySurprise
+    if policy.guided:
+        return EvictByGuides
     return EvictByReread if policy.rereads else None
 
 

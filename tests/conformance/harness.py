@@ -32,6 +32,7 @@ from mmaccel.method import DraftPolicy, LayerAttention, Method, Policy, ReadingP
 from mmaccel.method.base import Variant
 from mmaccel.runtime.cache.dual_chunk import dual_chunk_attention
 from mmaccel.runtime.cache.eviction import CachePolicy, EvictKeys
+from mmaccel.runtime.cache.guided_eviction import EvictByGuides, fold_keys, reindexed
 from mmaccel.runtime.cache.reading import ReadKeys, RecallKeys
 from mmaccel.runtime.call.forward import Continuation, Forward, Prompt, PromptResult
 from mmaccel.runtime.call.plan import PlannedStage
@@ -52,7 +53,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         ThreeAxes.new_positions,
         distance_factor,
         dual_chunk_attention,
+        fold_keys,
         next_positions,
+        reindexed,
     )
 }
 #: what comparators call that no registered method calls
@@ -176,6 +179,15 @@ class _Watched(EvictKeys):
         return ranked
 
 
+class _Guided(EvictByGuides):
+    """Its guides pay what a vector says, ``[B, K]`` of every layer."""
+
+    paid: Sequence[Tensor]
+
+    def _paid(self) -> dict[int, Tensor]:
+        return dict(enumerate(self.paid))
+
+
 class CacheRun:
     """The cache stage of a recipe on tensors: the run of its kind of policy on the layers of a real cache.
 
@@ -188,6 +200,7 @@ class CacheRun:
     grid : (t, h, w) of the visual places, in raster order; by default one row.
     seen : per layer what its budget is in proportion to, where attention settles that.
     text : what the policy asks of the language model (``rotary_emb``, ``o_proj``).
+    guides_pay : per layer the attention that the guide of a guided policy pays to each key, ``[B, K]``.
     """
 
     def __init__(
@@ -200,8 +213,9 @@ class CacheRun:
         grid: tuple[int, int, int] | None = None,
         seen: Sequence[float] = (),
         text: Any = None,
+        guides_pay: Sequence[Tensor] = (),
     ) -> None:
-        self.seen = seen
+        self.seen, self.guides_pay = seen, guides_pay
         self.policy, self.visual, self.grid = policy, visual, grid
         self.stage = PlannedStage(0, policy, retain)
         recipe = SimpleNamespace(text_retain=None)
@@ -233,9 +247,12 @@ class CacheRun:
         given = self.forward, self.stage, self.state
         if isinstance(self.policy, ReadingPolicy):
             self.run = ReadKeys(*given)
+        elif self.policy.guided:
+            self.run = _Guided(None, *given)  # type: ignore[arg-type]
+            self.run.paid = self.guides_pay
         else:
             self.run = RecallKeys(*given) if self.policy.recalls else _Watched(*given, self.seen)
-        self.run.before_text(TextInputs({}))
+        self.run.before_text(TextInputs({"position_ids": places}))
         return self.run
 
     @property

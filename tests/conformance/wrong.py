@@ -170,6 +170,8 @@ def rolled(function: Callable[..., Any]) -> Callable[..., Any]:
             return found
         if isinstance(found, list):
             return found[:-1] or [0]
+        if type(found) is tuple and all(isinstance(one, Tensor) for one in found):
+            return tuple(one.roll(1, 0) for one in found)
         if type(found) is tuple:
             number, left = found
             return (None if number else 0), left.roll(1, 0)

@@ -260,11 +260,12 @@ def named(*kinds: type[Method]) -> tuple[str, ...]:
 
 
 def policies_that_drop() -> tuple[str, ...]:
-    """Policies that with their default options evict the other keys, for good and as soon as the prompt has been read."""
+    """Policies that with their default options evict the other keys, for good and as soon as the prompt has been read, and
+    leave no means of them."""
     return tuple(
         name
         for name, kind in synthetic.offered(Policy).items()
-        if kind.budget != "none" and kind.compact == "evict" and not kind().recalls
+        if kind.budget != "none" and kind.compact == "evict" and not kind.guided and not kind().recalls
     )
 
 

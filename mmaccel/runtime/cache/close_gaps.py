@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ...kv.cache import CacheState
-from ...kv.ragged import Ragged
 from ..call.forward import Prompt
 from ..call.runs import Run, TextInputs
-from .rotation import turned
+from .rotation import turn_layer
 
 
 class CloseGaps(Run):
@@ -39,12 +38,7 @@ class CloseGaps(Run):
             new = (index >= prompt.seen) & (known >= 0)
             # what was stored before this prompt stands where it did
             after = first.to(index.device)[:, None, None] + new.cumsum(2) - 1
-            keys = turned(prompt.plan.family.text, layer.stored()[0], (after - known).masked_fill(~new, 0))
-            width = keys.shape[2] - layer.keys.shape[2]
-            layer.keys = keys[:, :, width:]
-            if (ragged := layer.ragged) is not None:
-                held = torch.arange(width, device=keys.device) < ragged.lengths[..., None]
-                layer.ragged = Ragged(keys[:, :, :width][held], ragged.values, ragged.lengths, ragged.longest)
+            turn_layer(prompt.plan.family.text, layer, (after - known).masked_fill(~new, 0))
         stays = new[:, 0].sum(1)
         assert state.positions.offset is not None
         state.positions.offset = end - (first.to(stays.device) + stays)

@@ -39,6 +39,11 @@ from .token_origins import Tokens
 BYTES = 1 << 25
 
 
+def room_on(device: torch.device) -> int:
+    """Bytes that layers on a device may hold while they wait for each other."""
+    return 0 if device.type == "cpu" else BYTES
+
+
 class PromptEviction:
     """Eviction at the end of a prompt with pictures.
 
@@ -53,7 +58,7 @@ class PromptEviction:
         self.evictor = Evictor(rules, prompt, self.tokens, schedule)
         self.split = self.policy.choice("layer_budget")[0]
         policy = self.policy
-        waits = policy.deferred or policy.rereads or policy.lookahead > 0 or policy.needs_surprise
+        waits = policy.deferred or policy.rereads or policy.lookahead > 0 or policy.needs_surprise or policy.guided
         #: whether all layers wait for the end of the forward
         self.late = waits or self.split not in KNOWN
 
@@ -132,7 +137,7 @@ class PromptEviction:
     @property
     def room(self) -> int:
         """Bytes that layers may hold while they wait for each other."""
-        return 0 if self._device.type == "cpu" else BYTES
+        return room_on(self._device)
 
     @property
     def _device(self) -> torch.device:

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kv.packed import QuantisedLayer
+from ...kv.ragged import Ragged
+
 
 def positions_of(config: Any) -> int | None:
     """Number of positions of a language model by its ``config``, with scaled RoPE; None if it does not say."""
@@ -35,14 +38,32 @@ def rotations(text: Any, positions: Tensor, device: torch.device) -> tuple[Tenso
             torch.cat([part[i % 3] for i, part in enumerate(x.split(2 * sections, dim=-1))], dim=-1) for x in (cos, sin)
         )
     scale = float(getattr(text.rotary_emb, "attention_scaling", 1.0))
-    return cos.float() / scale, sin.float() / scale
+    # those of a model on several devices are where its hooks put them
+    return cos.to(device).float() / scale, sin.to(device).float() / scale
 
 
 def turned(text: Any, keys: Tensor, by: Tensor) -> Tensor:
-    """``keys [B, Hkv, n, D]``, each moved ``by [B, 1 or Hkv, n]`` positions further."""
-    cos, sin = (x.unflatten(0, by.shape[:2]) for x in rotations(text, by.flatten(0, 1), keys.device))
+    """``keys [B, Hkv, n, D]``, each moved ``by [B, 1 or Hkv, n]`` positions further; ``[axes, B, 1 or Hkv, n]`` for positions
+    of several axes."""
+    if by.dim() == 4 and len(by) == 1:
+        by = by[0]
+    cos, sin = (x.unflatten(0, by.shape[-3:-1]) for x in rotations(text, by.flatten(-3, -2), keys.device))
     x = keys.float()
     return (x * cos + half(x) * sin).to(keys.dtype)
+
+
+def turn_layer(text: Any, layer: QuantisedLayer, by: Tensor) -> None:
+    """Move all keys that a layer stores; for ``by`` see :func:`turned`, with ``n`` its slots."""
+    stored, values = layer.stored()
+    keys = turned(text, stored, by)
+    if layer.prefix is not None:
+        layer.prefix, layer.values, layer.keys = None, values, keys
+        return
+    width = keys.shape[2] - layer.keys.shape[2]
+    layer.keys = keys[:, :, width:]
+    if (ragged := layer.ragged) is not None:
+        held = torch.arange(width, device=keys.device) < ragged.lengths[..., None]
+        layer.ragged = Ragged(keys[:, :, :width][held], ragged.values, ragged.lengths, ragged.longest)
 
 
 def half(x: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ class Schedule:
         self._observe(together)
         policy, held = self.policy, together.lengths
         table = self._table(together)
-        batch, order = self._stored(together, table)
+        batch, order = self.stored(together, table)
         heads = len(batch.valid) // len(room)
         wanted = (room if heads > 1 else room[:, :1]).reshape(-1)
         stay, fixed, candidates = wanted, None, batch.valid
@@ -197,7 +197,7 @@ class Schedule:
         table : ``[B, n, 4]`` int32, see :func:`.token_origins.prompt_grid`.
         """
         together, policy = LayerBatch([layer]), self.policy
-        batch, order = self._stored(together, table)
+        batch, order = self.stored(together, table)
         heads = len(batch.valid) // len(count)
         candidates = (
             batch.valid & (batch.index >= since) & to_device(rows, batch.valid.device).repeat_interleave(heads)[:, None]
@@ -223,7 +223,7 @@ class Schedule:
             return self.shared.places.grid_table
         return together.index.new_full((together.rows, 1, 4), -1)
 
-    def _stored(self, together: LayerBatch, table: Tensor) -> tuple[KeyBatch, Tensor | None]:
+    def stored(self, together: LayerBatch, table: Tensor) -> tuple[KeyBatch, Tensor | None]:
         """All that layers store, padding in front, and the slot of each key ``[R, K]``, None if they are in order; where heads
         differ every (row, head) is a row."""
         (keys, values), index, schedule = together.stored, together.index.long(), together.layers[0].schedule
@@ -289,7 +289,7 @@ def _in_step(groups: Iterator[LayerBatch], work: Callable[[LayerBatch], Asking])
 def _age(schedule: Schedule, together: LayerBatch, room: Tensor) -> Asking:
     """Keep the best ``room [B, P]`` keys of every picture, by its number in the table, of every row and head."""
     schedule._observe(together)
-    batch, order = schedule._stored(together, schedule._table(together))
+    batch, order = schedule.stored(together, schedule._table(together))
     layers, before = len(together.layers), together.lengths
     heads = len(batch.valid) // (together.rows * layers)
     assert batch.picture is not None
