@@ -25,6 +25,7 @@ from mmaccel.method import (
     Policy,
     ProjectorMethod,
     RebuildingMethod,
+    RetracingMethod,
     ReuseMethod,
     TokenBatch,
 )
@@ -387,6 +388,47 @@ class BeforeTheTower(Changed):
         return 0, layers
 
 
+class Nudge(RetracingMethod):
+    """Right: half of the output becomes the mean visual token, when no token is far above the others."""
+
+    name = "laws-nudge"
+
+    def readouts(self, depth: int) -> range:
+        return range(depth - 1)
+
+    def is_uncertain(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1).amax(-1) < 0.5
+
+    def retrace(self, hidden: Tensor, output: Tensor, visual: Tensor, shown: Tensor, real: Tensor | None) -> Tensor:
+        seen = visual.float() * shown[..., None]
+        return output.float() / 2 + (seen.sum(1) / shown.sum(1, keepdim=True).clamp(min=1))[:, None] / 2
+
+
+class NudgeDice(Nudge):
+    def is_uncertain(self, logits: Tensor) -> Tensor:
+        return torch.rand(len(logits)) < 0.5
+
+
+class NudgeOfAll(Nudge):
+    def retrace(self, hidden: Tensor, output: Tensor, visual: Tensor, shown: Tensor, real: Tensor | None) -> Tensor:
+        return output.float() / 2 + visual.float().mean(1, keepdim=True) / 2
+
+
+class NudgeNever(Nudge):
+    def is_uncertain(self, logits: Tensor) -> Tensor:
+        return torch.zeros(len(logits), dtype=torch.bool)
+
+
+class NudgeAbove(Nudge):
+    def readouts(self, depth: int) -> range:
+        return range(depth)
+
+
+class NudgeCoarse(Nudge):
+    def retrace(self, hidden: Tensor, output: Tensor, visual: Tensor, shown: Tensor, real: Tensor | None) -> Tensor:
+        return super().retrace(hidden, output, (visual + 300) - 300, shown, real)
+
+
 @dataclass(frozen=True)
 class Norm(Policy):
     """Right: the keys with the largest first channel."""
@@ -554,6 +596,11 @@ WRONG: list[tuple[Law, type[Method]]] = [
     (every.frames_left_keep_their_order, TwosWithoutTheFirst),
     (every.frames_left_keep_their_order, TwosSummed),
     (every.frames_left_keep_their_order, Never),
+    (every.looks_repeat, NudgeDice),
+    (every.a_row_looks_as_it_does_alone, NudgeOfAll),
+    (every.some_forwards_are_uncertain, NudgeNever),
+    (every.layers_are_read_out_below_the_last, NudgeAbove),
+    (every.looks_in_half_precision, NudgeCoarse),
     (every.parts_repeat, ChangedDice),
     (every.as_many_patches_are_computed, ChangedAll),
     (every.as_many_patches_are_computed, ChangedLast),
@@ -589,7 +636,7 @@ WRONG: list[tuple[Law, type[Method]]] = [
     (every.frames_are_chosen_within_the_budget, FramesOther),
     (every.frames_of_other_clips_do_not_matter, FramesBeyond),
 ]
-RIGHT: tuple[type[Method], ...] = (Low, Copies, Moved, Twos, Changed, Halves, Norm, FP8, First)
+RIGHT: tuple[type[Method], ...] = (Low, Copies, Moved, Twos, Nudge, Changed, Halves, Norm, FP8, First)
 
 
 @pytest.mark.parametrize(("law", "kind"), [(law, kind) for kind in RIGHT for law in laws_of(kind)])

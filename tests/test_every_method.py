@@ -31,6 +31,7 @@ from mmaccel.method import (
     PatchMethod,
     Policy,
     RebuildingMethod,
+    RetracingMethod,
     ReuseMethod,
     TokenBatch,
     TokenMethod,
@@ -427,6 +428,70 @@ def the_choice_is_inside_the_tower(method: RebuildingMethod) -> None:
         assert 1 <= first < layers and 0 <= full <= layers - first
 
 
+# ----------------------------------------------------------------------------------------- shown again inside the model
+
+
+def looks(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Input and output of an MLP ``[B, q, D]``, visual tokens ``[B, n, D]``, which are shown and which tokens are real: rows of
+    other lengths, the last of which is shown nothing."""
+    random = torch.Generator().manual_seed(3)
+    hidden, output, visual = (torch.randn(3, n, synthetic.WIDTH, generator=random).to(dtype) for n in (5, 5, 9))
+    shown = torch.arange(9) < torch.tensor([9, 6, 0])[:, None]
+    real = torch.arange(5) >= torch.tensor([0, 2, 1])[:, None]
+    return hidden, output, visual, shown, real
+
+
+def logits() -> Tensor:
+    """``[B, V]``, from sure to clueless."""
+    random = torch.Generator().manual_seed(4)
+    return torch.randn(6, 40, generator=random) * torch.tensor([[30.0], [10.0], [3.0], [1.0], [0.3], [0.0]])
+
+
+def looks_repeat(method: RetracingMethod) -> None:
+    repeats(lambda: method.retrace(*looks()), lambda: method.retrace(*(x.flip(0) for x in looks())), looks)
+    repeats(lambda: method.is_uncertain(logits()), lambda: method.is_uncertain(-logits()), lambda: [logits()])
+
+
+def a_row_looks_as_it_does_alone(method: RetracingMethod) -> None:
+    """Whatever is in its padding."""
+    given, sure = looks(), method.is_uncertain(logits())
+    got = method.retrace(*given)
+    for row, (shown, real) in enumerate(zip(*given[3:], strict=True)):
+        hidden, output, visual = (x[row : row + 1] for x in given[:3])
+        lone = method.retrace(hidden[:, real], output[:, real], visual[:, shown], shown[None, shown], None)
+        torch.testing.assert_close(got[row, real].float(), lone[0].float(), rtol=1e-4, atol=1e-5)
+        assert got[row].isfinite().all()
+    hidden, output, visual, shown, real = given
+    other = visual.masked_fill(~shown[..., None], 1e4)
+    assert same(method.retrace(hidden, output, other, shown, real)[real], got[real]), (
+        "tokens that are not shown are seen"
+    )
+    for row in range(len(sure)):
+        assert method.is_uncertain(logits()[row : row + 1]) == sure[row]
+
+
+def some_forwards_are_uncertain(method: RetracingMethod) -> None:
+    """Not where one token has all probability; and a look changes something."""
+    sure = method.is_uncertain(logits())
+    assert sure.dtype == torch.bool and sure.shape == (6,) and not sure.all() and sure.any()
+    got, output = method.retrace(*looks()), looks()[1]
+    assert got.shape == output.shape and got.is_floating_point() and not torch.allclose(got[0].float(), output[0])
+
+
+def layers_are_read_out_below_the_last(method: RetracingMethod) -> None:
+    for depth in range(2, 40):
+        layers = list(method.readouts(depth))
+        assert layers and layers == sorted(set(layers)) and 0 <= layers[0] and layers[-1] < depth - 1
+
+
+def looks_in_half_precision(method: RetracingMethod) -> None:
+    for dtype in HALVES:
+        hidden, output, visual, shown, real = looks(dtype)
+        got = method.retrace(hidden, output, visual, shown, real)
+        exact = method.retrace(hidden.float(), output.float(), visual.float(), shown, real)
+        torch.testing.assert_close(got.float(), exact.float(), rtol=2e-2, atol=2e-2)
+
+
 # ------------------------------------------------------------------------------------------------------- inside the tower
 
 
@@ -782,6 +847,13 @@ LAWS: dict[type[Method], tuple[Law, ...]] = {
         a_part_is_computed,
     ),
     FrameMergingMethod: (frame_merges_repeat, frames_left_keep_their_order),
+    RetracingMethod: (
+        looks_repeat,
+        a_row_looks_as_it_does_alone,
+        some_forwards_are_uncertain,
+        layers_are_read_out_below_the_last,
+        looks_in_half_precision,
+    ),
     RebuildingMethod: (parts_repeat, as_many_patches_are_computed, the_choice_is_inside_the_tower),
     EncoderMethod: (
         merges_repeat,

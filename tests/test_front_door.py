@@ -274,6 +274,7 @@ CALL: dict[str, Any] = {
     "offload": {},
     "uncaptured": "",
     "tokens_returned": 0,
+    "retraced": 0,
     "seconds": {"selection": 0.003, "prefill": 1.25, "packing": 0.0001},
 }
 

@@ -164,8 +164,8 @@ class Drafts:
             sources: list[Source] = []
             if not self.lossless and (at_work := _deciding(call.plan)):
                 decoder.drafting.notes.append(
-                    f"drafts are off: {at_work} works on the cache while it decodes, and a block of tokens would read "
-                    "something else than one token at a time"
+                    f"drafts are off: {at_work} works while the model decodes, and a block of tokens would read something else "
+                    "than one token at a time"
                 )
                 return sources
             if self.copying is not None:
@@ -267,7 +267,10 @@ def with_tuned_layers(draft: Any, lossless: bool, recipe: Recipe) -> Any:
 
 
 def _deciding(plan: ModelPlan) -> str:
-    """The method of a recipe that evicts, chooses, packs or brings back keys while it decodes; empty without one."""
+    """The method of a recipe that evicts, chooses, packs or brings back keys while the model decodes, or changes layers by what
+    the newest token tells; empty without one."""
+    if plan.retracing is not None:
+        return plan.retracing.method.name
     if plan.policy is not None and plan.policy.method.decodes:
         return plan.policy.method.name
     codecs = [stage.method.name for stage in plan.stages if stage.method.site == "codec"]

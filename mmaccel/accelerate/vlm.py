@@ -33,6 +33,7 @@ from ..runtime.call.plan import Kernels, ModelPlan, Offload, first_set
 from ..runtime.call.split_prefill import split_forward
 from ..runtime.call.vision_output import VisionOutput
 from ..runtime.graphs import captured
+from ..runtime.layers.retracing import hook_mlps
 from ..runtime.tower.attention import VISION
 from ..runtime.tower.encoder_merging import EncoderMerging, hook_features
 from ..runtime.tower.frame_groups import encode_in_groups
@@ -163,6 +164,7 @@ class Accelerator(Handle):
         self.text = TextHooks(plan, make_runs, self.check_attached, self._hook)
         self._wrap(family.text, "forward", functools.partial(split_forward, plan))
         hook_queries(plan, self._hook)
+        hook_mlps(plan, self._hook)
         self._hook(inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
         for module in (model, inner):
             self._hook(module.register_forward_pre_hook(self._open, with_kwargs=True, prepend=True))

@@ -79,6 +79,8 @@ class CallStats(Figures):
     """Why the others were not."""
     tokens_returned: int
     """Visual tokens that came back while it decoded, once for every layer at which they had been dropped."""
+    retraced: int
+    """Rows of forwards in which ``memvr`` showed visual tokens again."""
     drafting: dict[str, Any]
     """Of a call with drafts: ``tokens`` of the answers, ``verifications`` (forwards behind the prompt), ``row_verifications``
     (the same, counted for every row), ``forwards_saved`` (fewer than one token a forward takes), tokens ``drafted`` and

@@ -108,6 +108,7 @@ RecipeName: TypeAlias = Literal[
     "lserve",
     "magicdec",
     "meda",
+    "memvr",
     "metok",
     "metok-merge",
     "metok-prune",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .figures import CallStats
 
@@ -95,6 +96,7 @@ class Stats:
     decode_steps: int = 0
     captured_steps: int = 0
     tokens_returned: int = 0
+    retraced: Tensor | int = 0
     uncaptured: str = "steps are captured on CUDA, elsewhere with compile_config, and never those of beams or drafts"
     drafting: dict[str, Any] = field(default_factory=dict)
     fallback: dict[str, Any] = field(default_factory=dict)
@@ -111,6 +113,7 @@ class Stats:
         layers = self.layer_tokens
         figures = {
             **vars(self),
+            "retraced": int(self.retraced),
             "visual_tokens_kept": layers[-1] if layers else self.visual_tokens,
             "visual_tokens_per_layer": self.visual_tokens_per_layer,
             "stages": [vars(stage).copy() for _, stage in sorted(self.stages.items())],

@@ -15,6 +15,12 @@ def first_of(module: Any, *names: str) -> nn.Module:
     return first
 
 
+def mlp_of(layer: Any) -> nn.Module | None:
+    """The MLP of a layer, of a language model or a tower; None if it has none of a known name."""
+    parts = (getattr(layer, name, None) for name in ("mlp", "feed_forward", "ffn"))
+    return next((part for part in parts if isinstance(part, nn.Module)), None)
+
+
 class LanguageModel:
     """The language model of a family; by default a stack of layers that all have attention."""
 

@@ -17,6 +17,7 @@ from .reactivation import ReactivatingMethod
 from .rebuilding import RebuildingMethod
 from .recall import RecallPolicy
 from .registry import register
+from .retracing import RetracingMethod, Shown
 from .reuse import ReuseMethod
 from .sparse_read import KeyUnits, Observed, Picked, ReadingPolicy, ReadStep
 from .tokens import ProjectorMethod, Ranking, TokenBatch, TokenMethod
@@ -57,7 +58,9 @@ __all__ = [
     "ReactivatingMethod",
     "RebuildingMethod",
     "RecallPolicy",
+    "RetracingMethod",
     "ReuseMethod",
+    "Shown",
     "Site",
     "Tap",
     "TokenBatch",

@@ -22,7 +22,9 @@ class ReactivatingMethod(LayerMethod):
     def conflict(self, other: Method) -> str | None:
         """Refuse methods that drop or pack tokens for good."""
         if other.site in ("layers", "cache", "codec") and not isinstance(other, ReactivatingMethod):
-            return f"{self.name} brings dropped tokens back, which {other.name} would drop or pack while they come"
+            return (
+                f"{self.name} brings dropped tokens back, which {other.name} would drop, pack or change while they come"
+            )
         return super().conflict(other)
 
     def check(self, family: ModelFacts) -> None:

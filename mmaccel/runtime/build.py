@@ -23,6 +23,7 @@ from ..kv.cache import CacheState
 from ..kv.codecs import Codec, token_groups
 from ..kv.parked import ParkedFrames
 from ..kv.policies.dca import DualChunkAttention
+from ..kv.visual_memory import VisualMemory
 from ..method import (
     ChunkMethod,
     DraftMethod,
@@ -40,6 +41,7 @@ from ..method import (
     ReadingPolicy,
     RebuildingMethod,
     RecallPolicy,
+    RetracingMethod,
     ReuseMethod,
     Tap,
     TokenMethod,
@@ -84,6 +86,7 @@ from .call.split_prefill import SplitPrefill
 from .layers import reactivation
 from .layers.chunked_prefill import ChunkedPrefill
 from .layers.reactivation import Reactivation
+from .layers.retracing import Retrace
 from .layers.tokens import LayerTokens, PrepareLayers
 from .prompt import draft, lookahead
 from .prompt.continuation import ContinueText
@@ -171,7 +174,7 @@ def _check_gaps(recipe: Recipe, stages: tuple[PlannedStage[Any], ...], family: F
     if not closing:
         return
     why: str | None
-    if others := [stage.method.name for stage in stages if stage.method.site in ("layers", "codec")]:
+    if others := [stage.method.name for stage in _of((LayerMethod, ChunkMethod, Codec), stages)]:
         why = f"{', '.join(others)} of recipe {recipe.name!r} leaves layers of different lengths, or packs keys as they stand"
     elif recipe.chunk is not None or offload is not None:
         why = "keys are moved when the whole prompt is evicted from, where chunk= and offload= have moved them on"
@@ -210,6 +213,7 @@ def _stages_by_kind(stages: tuple[PlannedStage[Any], ...]) -> dict[str, Any]:
         "policy": Policy,
         "reading": ReadingPolicy,
         "draft_policy": DraftPolicy,
+        "retracing": RetracingMethod,
     }
     by_kind: dict[str, Any] = {name: next(iter(_of(kind, stages)), None) for name, kind in single.items()}
     return by_kind | {"projector": _of(ProjectorMethod, stages)}
@@ -379,6 +383,8 @@ def _runs_of_prompt(call: Call[ModelPlan], prompt: Prompt) -> Iterator[Run]:
     split = None if plan.recipe.chunk is None else SplitPrefill(prompt, plan.recipe.chunk)
     reactivation.check_rows(prompt)
     reducer = TokenReducer(prompt, call.vision)
+    if plan.retracing is not None:
+        yield Retrace(prompt, plan.retracing.method)
     yield ReducePrompt(call, prompt, reducer, _looks_first(plan))
     chunks = None if plan.chunks is None else ChunkedPrefill(prompt, plan.chunks)
     prepared = PrepareLayers(prompt)
@@ -413,6 +419,8 @@ def _runs_of_prompt(call: Call[ModelPlan], prompt: Prompt) -> Iterator[Run]:
 def _runs_behind(call: Call[ModelPlan], forward: Continuation) -> Iterator[Run]:
     plan, state = forward.plan, forward.state
     assert state is not None
+    if plan.retracing is not None and state.shared.memory(VisualMemory) is not None:
+        yield Retrace(forward, plan.retracing.method)
     if plan.reactivates and reactivation.may_return(plan, state):
         stages: Mapping[int, PlannedStage[Any]] = plan.stage_at_layer
         yield Reactivation(forward, stages)

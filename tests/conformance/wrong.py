@@ -31,6 +31,7 @@ from mmaccel.method import (
     ReadStep,
     RebuildingMethod,
     RecallPolicy,
+    RetracingMethod,
     ReuseMethod,
     TokenBatch,
     TokenMethod,
@@ -61,6 +62,12 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
 
     def choose_patches(self: RebuildingMethod, before: Tensor, now: Tensor) -> Tensor:
         return ((kind.choose(self, before, now) + 1) % len(now)).sort().values  # type: ignore[attr-defined]
+
+    def is_uncertain(self: RetracingMethod, logits: Tensor) -> Tensor:
+        return ~kind.is_uncertain(self, logits)  # type: ignore[attr-defined,no-any-return]
+
+    def retrace(self: RetracingMethod, hidden: Tensor, *others: Any) -> Tensor:
+        return kind.retrace(self, hidden.roll(1, -1), *others)  # type: ignore[attr-defined,no-any-return]
 
     def match(self: EncoderMethod, tokens: EncoderTokens, remove: int) -> Tensor:
         def roll(x: Tensor) -> Tensor:
@@ -130,6 +137,8 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
         return {"merge": merge}
     if issubclass(kind, RebuildingMethod):
         return {"choose": choose_patches}
+    if issubclass(kind, RetracingMethod):
+        return {"is_uncertain": is_uncertain, "retrace": retrace}
     if issubclass(kind, EncoderMethod):
         return {"match": match, "schedule": schedule}
     return {"pack": pack} if issubclass(kind, Codec) else {"pick": pick}

@@ -34,6 +34,7 @@ from mmaccel.method import (
     PatchMethod,
     Policy,
     RebuildingMethod,
+    RetracingMethod,
     ReuseMethod,
     TokenMethod,
 )
@@ -135,6 +136,7 @@ def test_every_built_in_method_describes_itself() -> None:
             | ReuseMethod
             | FrameMergingMethod
             | RebuildingMethod
+            | RetracingMethod
             | Policy
             | Codec
             | FramesMethod,

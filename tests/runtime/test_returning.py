@@ -238,9 +238,9 @@ def test_a_picture_that_is_cropped_away_does_not_come_back():
 @pytest.mark.parametrize(
     ("stages", "said"),
     [
-        ((Stage("lazyllm-tokens", 0.5), Stage("snapkv", 0.5)), "snapkv would drop or pack"),
-        ((Stage("lazyllm-tokens", 0.5), Stage("kivi")), "kivi would drop or pack"),
-        ((Stage("fastv", 0.5, {"layer": 1}), Stage("lazyllm-tokens", 0.3, {"layer": 2})), "fastv would drop or pack"),
+        ((Stage("lazyllm-tokens", 0.5), Stage("snapkv", 0.5)), "snapkv would drop"),
+        ((Stage("lazyllm-tokens", 0.5), Stage("kivi")), "kivi would drop"),
+        ((Stage("fastv", 0.5, {"layer": 1}), Stage("lazyllm-tokens", 0.3, {"layer": 2})), "fastv would drop"),
     ],
 )
 def test_what_it_cannot_be_combined_with(stages, said):

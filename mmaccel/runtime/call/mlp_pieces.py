@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.memory import SMALL, activation_limit
+from ...families.language import mlp_of
 
 #: tensors of the inner width that a gated MLP holds at a time
 _WIDE = 3
@@ -29,9 +30,7 @@ class MlpPieces:
     """
 
     def __init__(self, layers: Sequence[nn.Module], experts: int = 1) -> None:
-        named = [[getattr(layer, name, None) for name in ("mlp", "feed_forward", "ffn")] for layer in layers]
-        found = [next((x for x in parts if isinstance(x, nn.Module)), None) for parts in named]
-        self.mlps = [mlp for mlp in found if mlp is not None]
+        self.mlps = [mlp for layer in layers if (mlp := mlp_of(layer)) is not None]
         self.width = experts * max((_inner_width(mlp) for mlp in self.mlps), default=0)
         #: forwards that run with pieces, and what they replaced
         self._lock, self._users, self._before = threading.Lock(), 0, list[Any]()

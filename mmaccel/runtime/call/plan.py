@@ -28,6 +28,7 @@ from ...method import (
     ProjectorMethod,
     ReadingPolicy,
     RebuildingMethod,
+    RetracingMethod,
     ReuseMethod,
 )
 from ...recipe import Recipe, losses
@@ -109,6 +110,7 @@ class ModelPlan(Plan):
         out of keys before they are packed; none where a recipe packs nothing.
     reading, draft_policy : the same stage as ``policy``, if it chooses the keys that layers read, or scores by a draft's text.
     reactivates : whether tokens that layers drop may come back.
+    retracing : the stage that shows visual tokens again between layers, or None.
     choosers : names of methods that do nothing but choose frames.
     text_towers : by name, for methods that read the question with CLIP.
     offload : ``"host"`` where keys and values are kept in host memory; None for the device.
@@ -131,6 +133,7 @@ class ModelPlan(Plan):
     reading: PlannedStage[ReadingPolicy] | None = None
     draft_policy: PlannedStage[DraftPolicy] | None = None
     reactivates: bool = False
+    retracing: PlannedStage[RetracingMethod] | None = None
     choosers: tuple[str, ...] = ()
     offload: Offload | None = None
 
@@ -152,6 +155,8 @@ class ModelPlan(Plan):
         above = () if self.chunks is None else (int(self.chunks.method.layer) + 1,)
         looked_at = [stage.method.compares_with for stage in self.stage_at_layer.values()]
         inputs = [layer for layer in looked_at if layer is not None]
+        if self.retracing is not None:
+            inputs += [number + 1 for number in self.retracing.method.readouts(self.family.depth)]
         return min([*self.stage_at_layer, *inputs, *above], default=self.family.depth)
 
     @property
@@ -212,7 +217,8 @@ class ModelPlan(Plan):
                 f"that are left; leave out {named[0]}."
             )
         self.check_cache(first_set("use_cache", *configs))
-        reads_ends = bool(self.stage_at_layer) or self.chunks is not None or self.policy is not None
+        stages = self.chunks, self.policy, self.retracing
+        reads_ends = bool(self.stage_at_layer) or any(stage is not None for stage in stages)
         if reads_ends and (first_set("prompt_lookup_num_tokens", *configs) or first_set("assistant_model", *configs)):
             raise UnsupportedError(
                 f"Assisted decoding puts candidates behind the prompt, and recipe {self.recipe.name!r} would take them for "

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...families import Family
 from ...kv.positions import NextPositions
 from ..call.call import Call
 from ..call.forward import Prompt, rows_at, to_device_packed
@@ -63,8 +64,7 @@ class ReducePrompt(Run):
     def before_text(self, text: TextInputs) -> None:
         """Leave embeddings and DeepStack features in full length, reduced slots holding their merged values."""
         prompt, plan = self.prompt, self.prompt.plan
-        deepstack = plan.family.deep_features(text.arguments)
-        text.planes = _planes(*deepstack) if deepstack is not None else []
+        text.planes = deep_planes(plan.family, text)
         works = plan.patches or plan.encoder or plan.frame_merging or plan.projector
         with prompt.measured("selection", text.embeds.device) if works else nullcontext():
             self._take_from_towers(text)
@@ -207,10 +207,13 @@ def _given(prompt: Prompt, left: CompactedPrompt, positions: Tensor | None, devi
     return positions
 
 
-def _planes(mask: Tensor, deepstack: list[Tensor]) -> list[Tensor]:
-    """DeepStack features ``[visual tokens, D]`` laid out over the sequence, ``[B, S, D]``."""
-    planes = []
-    for features in deepstack:
+def deep_planes(family: Family, text: TextInputs) -> list[Tensor]:
+    """DeepStack features of a prompt that is not reduced yet, laid out over the sequence, ``[B, S, D]`` each."""
+    planes: list[Tensor] = []
+    if (deepstack := family.deep_features(text.arguments)) is None:
+        return planes
+    mask, each = deepstack
+    for features in each:
         plane = features.new_zeros(*mask.shape, features.shape[-1])
         planes.append(plane.masked_scatter(mask[..., None].to(plane.device), features))
     return planes
