@@ -158,6 +158,7 @@ from .merging.metok import METokMerge as METokMerge
 from .merging.moviechat import MovieChat as MovieChat
 from .merging.moviechat_memory import MovieChatMemory as MovieChatMemory
 from .merging.mustdrop import MustDropMerge as MustDropMerge
+from .merging.omnizip import OmniZip as OmniZip
 from .merging.pool import Pool as Pool
 from .merging.progressive_pool import ProgressivePool as ProgressivePool
 from .merging.prunevid import PruneVidMerge as PruneVidMerge

@@ -21,7 +21,7 @@ import random_selectors
 import torch
 from torch import Tensor
 
-from mmaccel.core.layout import Layout, Segment, Tile, Units
+from mmaccel.core.layout import Layout, Segment, Sound, Tile, Units
 from mmaccel.kv.codecs.base import Codec
 from mmaccel.method import (
     ChunkMethod,
@@ -67,7 +67,13 @@ def model_with(cls: bool) -> Any:
     blocks = [SimpleNamespace(self_attn=SimpleNamespace(q_proj=None, o_proj=None)) for _ in range(8)]
     words = SimpleNamespace(layers=blocks)
     return SimpleNamespace(
-        name="synthetic", has_cls=cls, deepstack=0, depth=len(blocks), attending=range(len(blocks)), text=words
+        name="synthetic",
+        has_cls=cls,
+        hears=True,
+        deepstack=0,
+        depth=len(blocks),
+        attending=range(len(blocks)),
+        text=words,
     )
 
 
@@ -140,10 +146,24 @@ def layout(grids: bool = False) -> Layout:
     return Layout(valid, segments)
 
 
+@functools.cache
+def layout_heard() -> Layout:
+    """The same without newlines, and behind every picture but the first a word and a sound of seven tokens."""
+    shown, sounds, source = layout(grids=True), [], 0
+    for row, end in enumerate((shown.valid.sum(1) - 4).tolist()):
+        if row:
+            places = torch.arange(end + 1, end + 8)
+            sounds.append(Sound(row, places, torch.arange(source, source + 7)))
+            source += 7
+    valid = torch.nn.functional.pad(shown.valid, (8, 0), value=True)
+    return Layout(valid, shown.segments, sounds)
+
+
 def thinned(units: Units, seed: int) -> Units:
     """What an earlier stage might have left: holes everywhere, and of the last unit nothing."""
     random = torch.Generator().manual_seed(seed)
-    kept = torch.rand(len(layout().valid), layout().valid.shape[1], generator=random) < 0.6
+    shape = (layout_heard() if units.heard.any() else layout()).valid.shape
+    kept = torch.rand(*shape, generator=random) < 0.6
     gone = units.places[-1][units.valid[-1]]
     kept[units.row[-1], gone] = False
     return units.only(kept)
@@ -168,10 +188,12 @@ def tokens_of(
     What a token is and every figure about it are the same for copies, and newlines are copies anyway.
     """
     random = torch.Generator().manual_seed(seed)
-    shown = layout(grids)
+    shown = layout_heard() if method.needs_sounds else layout(grids)
     values = torch.zeros(*shown.valid.shape, width + 8)
     for segment in shown.segments:
         values[segment.row, segment.places] = _content(segment.tile, content, random, width + 8)
+    for sound in shown.sounds:
+        values[sound.row, sound.places] = _content(Tile.raster(1, 1, len(sound.places), 0), content, random, width + 8)
     units = shown.units(method.unit)
     units = thinned(units, seed) if thin else units
     valid = units.valid
@@ -194,6 +216,8 @@ def tokens_of(
     if isinstance(method, ChunkMethod):
         names = method.observe(attention_of(1, 9), torch.arange(9)[None], 0).keys()
         signals |= {name: figures[..., i].masked_fill(~valid, torch.nan) for i, name in enumerate(names)}
+    if method.needs_sounds:
+        signals["sound_attention"] = figures[..., 0].masked_fill(~units.heard, torch.nan)
     if isinstance(method, DraftMethod):
         signals["draft_match"] = figures[..., 0].masked_fill(~valid, torch.nan)
     if method.text_tower is not None:

@@ -275,6 +275,8 @@ CALL: dict[str, Any] = {
     "uncaptured": "",
     "tokens_returned": 0,
     "retraced": 0,
+    "sound_tokens": 0,
+    "sound_tokens_kept": 0,
     "seconds": {"selection": 0.003, "prefill": 1.25, "packing": 0.0001},
 }
 
@@ -318,7 +320,7 @@ def test_figures_read_as_a_dict_as_attributes_and_as_a_table() -> None:
     plain["stages"][0]["method"] = "other"
     assert said == CALL
     table = said._repr_html_()
-    assert table.count("<tr>") == 14 and "&lt;b&gt; &amp; co" in table and "<b>" not in table
+    assert table.count("<tr>") == 17 and "&lt;b&gt; &amp; co" in table and "<b>" not in table
     assert "<caption>2,025 -&gt; 203 visual tokens (10 %)" in table and "method divprune" in table
     with pytest.raises(AttributeError, match="CallStats has no 'kept'$"):
         said.kept  # noqa: B018

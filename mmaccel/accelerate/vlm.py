@@ -41,6 +41,7 @@ from ..runtime.tower.frame_merging import FrameMerging
 from ..runtime.tower.frame_reuse import FrameReuse
 from ..runtime.tower.patch_pruning import PatchPruning
 from ..runtime.tower.rebuilding import Rebuilding
+from ..runtime.tower.sounds import hook_sounds
 from ..runtime.tower.taps import Taps
 from .drafting import Drafts, draft_of_call, with_tuned_layers
 from .fallback import Fallback, FallbackLike, share_towers, with_fallback
@@ -163,8 +164,8 @@ class Accelerator(Handle):
         _merge_and_rebuild(plan, self._hook)
         self.text = TextHooks(plan, make_runs, self.check_attached, self._hook)
         self._wrap(family.text, "forward", functools.partial(split_forward, plan))
-        hook_queries(plan, self._hook)
-        hook_mlps(plan, self._hook)
+        for hooks in (hook_queries, hook_mlps, hook_sounds):
+            hooks(plan, self._hook)
         self._hook(inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
         for module in (model, inner):
             self._hook(module.register_forward_pre_hook(self._open, with_kwargs=True, prepend=True))

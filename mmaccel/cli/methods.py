@@ -261,6 +261,7 @@ def _needs(cls: Any) -> list[str]:
         "output projection": policy and cls.needs_outgoing,
         "attention of each step": policy and cls.recall is not bases.Policy.recall,
         "query of each step": issubclass(cls, bases.ReadingPolicy),
+        "attention in the sound tower": getattr(cls, "needs_sounds", False),
         "question": getattr(cls, "needs_question", False),
     }
     return list(dict.fromkeys([*taps, *(name for name, needed in needs.items() if needed)]))

@@ -61,6 +61,10 @@ class CallStats(Figures):
     """Visual tokens that reach the last layer of the language model."""
     visual_tokens_per_layer: float
     """Their mean over the layers: the fair x-axis where recipes work at different sites."""
+    sound_tokens: int
+    """Tokens of the prompt that represent sounds, for models that are shown some."""
+    sound_tokens_kept: int
+    """Those of them that reach the language model."""
     stages: list[dict[str, Any]]
     """Of every stage of the recipe what :class:`mmaccel.core.stats.Stage` names: tokens in, budget, tokens kept."""
     kv_bytes: int
@@ -103,6 +107,8 @@ class CallStats(Figures):
             yield _fewer(self.visual_tokens, self.visual_tokens_kept, "visual tokens")
         else:
             yield f"{self.prompt_tokens:,} tokens, none of them visual"
+        if self.get("sound_tokens"):
+            yield _fewer(self.sound_tokens, self.sound_tokens_kept, "sound tokens")
         if self.kv_bytes:
             yield f"KV {_bytes(self.kv_bytes_bare, self.kv_bytes)}"
         if offload := self.get("offload"):

@@ -16,8 +16,8 @@ from .masks import leftmost
 
 Modality = Literal["image", "video"]
 #: which tokens are reduced together: an image (its stitched tiles as one), a clip, or one frame of a clip whose frames the
-#: prompt separates; the same with stitched tiles one by one; the whole image or clip
-Unit = Literal["segment", "tile", "picture"]
+#: prompt separates; the same with stitched tiles one by one; the whole image or clip; all pictures, clips and sounds of a row
+Unit = Literal["segment", "tile", "picture", "row"]
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,30 @@ Picture = list[Tile]
 
 
 @dataclass(frozen=True)
+class Sound:
+    """Consecutive tokens of a sound, or of a piece of one between frames.
+
+    row : of the batch. places : ``[n]`` long, where its tokens are in the row.
+    source : ``[n]`` long, the index of each token among those of all sounds that were encoded.
+    """
+
+    row: int
+    places: Tensor
+    source: Tensor
+
+
+@dataclass(frozen=True)
 class Layout:
-    """Places of text, pictures and padding in a prompt. All tensors are on the CPU.
+    """Places of text, pictures, sounds and padding in a prompt. All tensors are on the CPU.
 
     valid : ``[B, S]`` bool, False for padding.
     segments : ordered by modality, row and place.
+    sounds : ordered by row and place.
     """
 
     valid: Tensor
     segments: list[Segment]
+    sounds: Sequence[Sound] = ()
 
     @cached_property
     def visual(self) -> Tensor:
@@ -86,6 +101,14 @@ class Layout:
         mask = torch.zeros_like(self.valid)
         for segment in self.segments:
             mask[segment.row, segment.places] = True
+        return mask
+
+    @cached_property
+    def heard(self) -> Tensor:
+        """``[B, S]`` bool: places of tokens of sounds."""
+        mask = torch.zeros_like(self.valid)
+        for sound in self.sounds:
+            mask[sound.row, sound.places] = True
         return mask
 
     @staticmethod
@@ -138,6 +161,8 @@ class Layout:
 
     def units(self, unit: Unit) -> Units:
         """The tokens that are reduced together (segments, tiles, or whole pictures and clips) as one padded batch."""
+        if unit == "row":
+            return self._rows()
         groups: dict[tuple[int, int], list[Segment]] = {}
         segments = self.segments if unit != "tile" else [one for s in self.segments for one in _apart(s)]
         for i, segment in enumerate(segments):
@@ -159,13 +184,50 @@ class Layout:
             row=torch.tensor([part[0].row for part in parts]),
             picture=[part[0].picture for part in parts],
             modality=[part[0].modality for part in parts],
-            places=pad([[s.places for s in part] for part in parts]),
+            places=(places := pad([[s.places for s in part] for part in parts])),
             cells=pad([cells for cells, _ in films]),
             source=pad([[s.tile.source for s in part] for part in parts]),
             segment=pad([[torch.full((len(s.places),), i) for i, s in enumerate(part)] for part in parts]),
             tile=pad([tiles(part) for part in parts]),
             tiles=torch.tensor([sum(s.tile.parts for s in part) for part in parts]),
             grid=torch.tensor([grid for _, grid in films]),
+            heard=torch.zeros_like(places, dtype=torch.bool),
+        )
+
+    def _rows(self) -> Units:
+        """All visual tokens and sounds of every row that has some, in the order of their places. A segment is a run of one
+        picture, clip or sound without anything between."""
+        parts: dict[int, list[tuple[Tensor, ...]]] = {}
+        for seen in self.segments:
+            kind = torch.full_like(seen.places, seen.picture)
+            parts.setdefault(seen.row, []).append((seen.places, seen.tile.source, kind, seen.tile.cells))
+        for sound in self.sounds:
+            none = torch.full_like(sound.places, -1)
+            cells = none[:, None].expand(-1, 3)
+            parts.setdefault(sound.row, []).append((sound.places, sound.source, none, cells))
+        rows, columns = sorted(parts), []
+        for row in rows:
+            places, source, kind, cells = (torch.cat(column) for column in zip(*parts[row], strict=True))
+            order = places.argsort()
+            places, source, kind, cells = places[order], source[order], kind[order], cells[order]
+            begins = (places.diff() > 1) | (kind.diff() != 0)
+            run = torch.cat([begins.new_zeros(1), begins]).cumsum(0)
+            columns.append((places, source, run, kind < 0, cells))
+        places, source, run, heard, cells = (
+            pad_sequence(list(column), batch_first=True, padding_value=-1) for column in zip(*columns, strict=True)
+        )
+        return Units(
+            row=torch.tensor(rows),
+            picture=rows,
+            modality=["video"] * len(rows),
+            places=places,
+            cells=cells,
+            source=source,
+            segment=run,
+            tile=run,
+            grid=cells.amax(1) + 1,
+            tiles=run.amax(1) + 1,
+            heard=heard & (places >= 0),
         )
 
 
@@ -201,6 +263,7 @@ class Units:
 
     ``row [N]``, ``grid [N, 3]`` and ``tiles [N]`` (how many tiles the unit has) are one entry a unit, all else is ``[N, n]``
     (``cells [N, n, 3]``) and padded with -1 at the end. ``grid`` and the time of ``cells`` count frames from the unit's first.
+    ``heard`` bool are tokens of sounds.
     """
 
     row: Tensor
@@ -213,11 +276,17 @@ class Units:
     tile: Tensor
     grid: Tensor
     tiles: Tensor
+    heard: Tensor
 
     @property
     def valid(self) -> Tensor:
         """``[N, n]`` bool, False for padding."""
         return self.places >= 0
+
+    @property
+    def seen(self) -> Tensor:
+        """``[N, n]`` bool: the visual tokens."""
+        return self.valid & ~self.heard
 
     def only(self, kept: Tensor) -> Units:
         """The same units with only the places in ``kept [B, S]`` bool."""
@@ -241,4 +310,4 @@ class Units:
         names = ("places", "source", "segment", "tile")
         taken = {name: getattr(self, name).gather(1, slots).masked_fill(~held, -1) for name in names}
         cells = self.cells.gather(1, slots[..., None].expand(-1, -1, 3)).masked_fill(~held[..., None], -1)
-        return replace(self, cells=cells, **taken)
+        return replace(self, cells=cells, heard=self.heard.gather(1, slots) & held, **taken)

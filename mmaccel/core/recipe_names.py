@@ -128,6 +128,7 @@ RecipeName: TypeAlias = Literal[
     "noncausal-attention",
     "none",
     "observed-attention",
+    "omnizip",
     "otprune",
     "pitome",
     "pixelprune",

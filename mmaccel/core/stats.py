@@ -89,6 +89,8 @@ class Stats:
     prompt_tokens: int = 0
     visual_tokens: int = 0
     layer_tokens: list[int] = field(default_factory=list)
+    sound_tokens: int = 0
+    sounds_dropped: int = 0
     kv_bytes: int = 0
     kv_bytes_bare: int = 0
     labels_ignored: int = 0
@@ -113,6 +115,7 @@ class Stats:
         layers = self.layer_tokens
         figures = {
             **vars(self),
+            "sound_tokens_kept": self.sound_tokens - self.sounds_dropped,
             "retraced": int(self.retraced),
             "visual_tokens_kept": layers[-1] if layers else self.visual_tokens,
             "visual_tokens_per_layer": self.visual_tokens_per_layer,

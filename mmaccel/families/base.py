@@ -110,6 +110,8 @@ class Family(LanguageModel, ModelTowers):
     reads_pages: ClassVar[bool] = False
     #: arguments of the inner model, beside those of the towers, without which the layout is not known
     extra_inputs: ClassVar[tuple[str, ...]] = ()
+    #: whether its models are shown sounds
+    hears: bool = False
     #: the prompt does not say which tiles or frames belong together; a processor is needed to tell
     needs_processor: ClassVar[bool] = False
 
@@ -146,6 +148,20 @@ class Family(LanguageModel, ModelTowers):
         for modality in self.modalities:
             mask |= ids == self.token_id(modality)
         return mask
+
+    def heard(self, ids: Tensor) -> Tensor:
+        """``[B, S]`` bool: the placeholders of sounds in ``ids``."""
+        return torch.zeros_like(ids, dtype=torch.bool)
+
+    @property
+    def sound_tower(self) -> Any:
+        """The tower of sounds; None without one."""
+        return None
+
+    def to_sounds(self, values: Tensor, lengths: Tensor) -> Tensor:
+        """Figures ``[L]`` of what the layers of the sound tower compute, by token of the language model. ``lengths [sounds]``:
+        how many frames of features each sound has."""
+        return values
 
     def layout(self, ids: Tensor, valid: Tensor, encoded: Mapping[Modality, EncoderCall]) -> Layout:
         """The layout of a prompt (or of the new part of one). ``ids``, ``valid`` ``[B, S]`` on the CPU.

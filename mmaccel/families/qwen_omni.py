@@ -1,19 +1,41 @@
-"""The thinkers of Qwen-Omni: visual tokens are reduced; those of sounds stay, as text does."""
+"""The thinkers of Qwen-Omni: visual tokens are reduced; those of sounds stay, as text does, but for methods that know them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.layout import Layout, Modality, Sound
 from .mrope import ThreeAxes
 from .qwen_vl import Qwen3VL, Qwen25VL
+from .tower import EncoderCall
 
 
 class _Thinker(ThreeAxes):
     """Positions are computed from ids and lengths of sounds, without token types."""
+
+    hears = True
+
+    def heard(self, ids: Tensor) -> Tensor:
+        """``[B, S]`` bool: the placeholders of sounds."""
+        return ids == self.config.audio_token_id
+
+    def layout(self, ids: Tensor, valid: Tensor, encoded: Mapping[Modality, EncoderCall]) -> Layout:
+        """The layout with sounds, whose tokens were encoded in the order of their places."""
+        row, places = (self.heard(ids) & valid).nonzero(as_tuple=True)
+        ends = ((places.diff() != 1) | (row.diff() != 0)).nonzero()[:, 0] + 1
+        parts = (x.tensor_split(ends.tolist()) for x in (row, places, torch.arange(len(places))))
+        sounds = [Sound(int(b[0]), at, source) for b, at, source in zip(*parts, strict=True) if len(b)]
+        return replace(super().layout(ids, valid, encoded), sounds=sounds)
+
+    @property
+    def sound_tower(self) -> Any:
+        """The tower of sounds."""
+        return self.inner.audio_tower
 
     def has_pictures(self, kwargs: Mapping[str, Any], ids: Tensor | None, types: Tensor | None) -> bool:
         """Whether ``ids`` have placeholders of pictures."""
@@ -37,14 +59,19 @@ class _Thinker(ThreeAxes):
 
 
 class Qwen25Omni(_Thinker, Qwen25VL):
-    """A clip with its sound is cut into chunks between whole frames, so every frame is a segment. Sounds count as text: as many
-    positions as tokens, on all axes."""
+    """A clip with its sound is cut into chunks between whole frames, so every frame is a segment. Sounds have positions as text
+    has: as many as tokens, on all axes."""
 
     name = "qwen2_5_omni"
     model_types = ("qwen2_5_omni_thinker",)
     place = 8
     since = "5.23"
     stamped = True
+
+    def to_sounds(self, values: Tensor, lengths: Tensor) -> Tensor:
+        """Means of pairs; of an odd number the last is left out."""
+        parts = values.split([(n - 1) // 2 + 1 for n in lengths.tolist()])
+        return torch.cat([part[: len(part) // 2 * 2].view(-1, 2).mean(1) for part in parts])
 
 
 class Qwen3OmniMoe(_Thinker, Qwen3VL):

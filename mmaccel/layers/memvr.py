@@ -34,8 +34,8 @@ class MemVR(RetracingMethod):
     ----------
     threshold : float, at least 0, default 0.75 as in the authors' script; 1 or more never looks again.
     ratio : float from 0 to 1, default 0.12 as in the script for LLaVA-1.5 on MME; 0.28 and 0.32 on other tasks.
-    start, end : int from 0 on, or float from 0 to 1, a share of the depth; default 5 and 16 of 32 as in the script. Shares
-        between which a shallow model has no layer stand for the layer behind ``start``.
+    start, end : int from 0 on, or float from 0 to 1, a share of the depth; default 5 and 16 of 32 as in the script. Where a
+        shallow model has no layer between two shares, the layer behind ``start`` is read out.
     top : int, at least 2, default 10 as in the program.
     shown : ``"all"`` visual tokens of the conversation, the default, or ``"dropped"``, those that no stage of the recipe has
         kept before this layer, merged ones included.
@@ -65,7 +65,7 @@ class MemVR(RetracingMethod):
     shown: Shown = "all"
 
     def readouts(self, depth: int) -> Sequence[int]:
-        """Those between ``start`` and ``end`` that have a layer above them."""
+        """The layers between ``start`` and ``end`` that have one above them."""
         start, end = layer_at(self.start, depth), layer_at(self.end, depth)
         if isinstance(self.start, float) and isinstance(self.end, float) and self.start <= self.end:
             start = max(-1, min(start, depth - 3))

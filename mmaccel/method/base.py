@@ -80,6 +80,8 @@ class ModelFacts(TowerFacts, Protocol):
     halves: bool
     #: whether some layers of the language model keep a recurrent state where others have attention
     stateful: bool
+    #: whether its models are shown sounds
+    hears: bool
     #: why a token cannot run through its layers later than it stands, as the end of "the language model of ..."; or None
     no_return: str | None
     #: why layers of the language model cannot read parts of a prompt apart; None where they can

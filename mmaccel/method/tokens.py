@@ -26,9 +26,10 @@ class TokenBatch:
 
     features : ``[N, n, D]``, what the language model would read at these slots (at site ``layers``: hidden states).
     valid : ``[N, n]`` bool. Padding is at the end of a row.
-    cells : ``[N, n, 3]`` long, (t, row, column) of each token in its grid; -1 for tokens without a cell (newlines).
+    cells : ``[N, n, 3]`` long, (t, row, column) of each token in its grid; -1 for tokens without a cell (newlines, sounds).
     grid : ``[N, 3]`` long, (t, h, w).
-    segment : ``[N, n]`` long, the segment (image, stitched tiles, run of frames) of the unit a token belongs to, from 0.
+    segment : ``[N, n]`` long, the segment (image, stitched tiles, run of frames) of the unit a token belongs to, from 0. In
+        units that are rows the run of visual tokens, or of sounds, without anything between.
     tile : ``[N, n]`` long, the tile of the unit a token belongs to, counted from 0 in the order of the tower (a clip is one
         tile). Stitched tiles have numbers of their own; a newline belongs to the last tile of its row. By default the segment.
     tiles : ``[N]`` long, how many tiles the unit has; some may have no token left. By default the highest ``tile`` and one.
@@ -113,7 +114,8 @@ class TokenMethod(Method):
     """A method at site ``projector`` or ``layers``: it gets units of visual tokens and returns a reduction."""
 
     #: what is one unit. ``segment``: an image, its stitched tiles, a clip, or a frame that the prompt separates from its clip;
-    #: ``tile``: each stitched tile by itself; ``picture``: all tokens of an image or clip
+    #: ``tile``: each stitched tile by itself; ``picture``: all tokens of an image or clip; ``row``: all pictures, clips and
+    #: sounds of a row
     unit: ClassVar[Unit] = "segment"
     #: whether :attr:`TokenBatch.question` is to be filled
     needs_question: ClassVar[bool] = False
@@ -121,6 +123,9 @@ class TokenMethod(Method):
     by_word: ClassVar[bool] = False
     #: whether features and question are shown as the language model's last norm leaves them
     last_norm: ClassVar[bool] = False
+    #: whether sounds are among the tokens of its units, which are rows, with a signal ``sound_attention [N, n]``: the attention
+    #: that each receives in the last layer of the sound tower, NaN for visual tokens
+    needs_sounds: ClassVar[bool] = False
     #: whether :attr:`TokenBatch.until` is to be filled
     needs_spans: ClassVar[bool] = False
     #: the CLIP model, as :meth:`TextTower.load` takes it, whose text tower embeds the question; with None the language model

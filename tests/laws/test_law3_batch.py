@@ -86,7 +86,10 @@ def test_with_sliding_windows(family, overrides, name):
     agrees(family, zoo.inputs(family, "uneven"), oracle.recipe(name, family), **overrides)
 
 
-@pytest.mark.square(("overrides", "name"), [(given, name) for _, given in oracle.RENEWED for name in METHODS])
+@pytest.mark.square(
+    ("overrides", "name"),
+    [(given, name) for _, given in oracle.RENEWED for name in METHODS if oracle.fits(name, "internvl")],
+)
 def test_with_other_language_models(overrides, name):
     agrees("internvl", zoo.inputs("internvl", "uneven"), oracle.recipe(name, "internvl"), **overrides)
 

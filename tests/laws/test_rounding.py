@@ -91,6 +91,9 @@ def tokens_of(method: TokenMethod, width: int, copies: bool, seed: int = 0) -> T
     if isinstance(method, ChunkMethod):
         names = method.observe(attention_of(1, 9), torch.arange(9)[None], 0).keys()
         signals |= {name: figures[..., i] for i, name in enumerate(names)}
+    if method.needs_sounds:
+        # newlines, which frames have none of
+        signals["sound_attention"] = figures[..., 0].masked_fill(~blank, torch.nan)
     if isinstance(method, DraftMethod):
         signals["draft_match"] = figures[..., 0]
     if isinstance(method, LayerMethod | PreviewMethod):

@@ -391,8 +391,16 @@ def test_reading_less_of_the_cache_drafts_otherwise(liar: type[Liar]) -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    # by choice: one that reads less, and one of each way in which a cache changes while it decodes
-    [Quest(page=4, least=1, layer=0), "h2o-decode", "streaming-llm-decode", "elastic-cache-decode", "lazyllm", "think"],
+    # by choice: one that reads less, one of each way in which a cache changes while it decodes, and one that changes layers
+    [
+        Quest(page=4, least=1, layer=0),
+        "h2o-decode",
+        "streaming-llm-decode",
+        "elastic-cache-decode",
+        "lazyllm",
+        "think",
+        "memvr",
+    ],
     ids=str,
 )
 def test_what_works_on_the_cache_while_it_decodes_takes_no_drafts_but_lossless_ones(
@@ -400,7 +408,7 @@ def test_what_works_on_the_cache_while_it_decodes_takes_no_drafts_but_lossless_o
 ) -> None:
     """A block of tokens would read other keys than one token at a time."""
     tiny, feed = zoo.model("llava"), zoo.inputs("llava")
-    budget = {} if policy == "think" else {"retain": 0.3}
+    budget = {} if policy in ("think", "memvr") else {"retain": 0.3}
     with accelerated(tiny, policy, **budget):
         plain, name = generate(tiny, feed), tiny.mmaccel.recipe.name
     monkeypatch.setattr(liar, "truth", told(feed, plain))
@@ -408,7 +416,7 @@ def test_what_works_on_the_cache_while_it_decodes_takes_no_drafts_but_lossless_o
     with accelerated(tiny, policy, **budget, lookup="liar"):
         assert torch.equal(generate(tiny, feed), plain)
         stats = tiny.mmaccel.stats()
-    (note,) = (note for note in stats.notes if "while it decodes" in note)
+    (note,) = (note for note in stats.notes if "while the model decodes" in note)
     assert not stats.drafting["drafted"] and note.removeprefix("drafts are off: ").split()[0] in name
     with accelerated(tiny, policy, **budget, lossless=True, lookup="liar"):
         assert torch.equal(generate(tiny, feed), generate(tiny, feed, mmaccel=False))

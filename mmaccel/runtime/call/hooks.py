@@ -156,9 +156,7 @@ class TextHooks:
         if not prefill or guessed or ids is None or ids.shape != embeds.shape[:2]:
             return None
         ids = ids.cpu()
-        visual = int(call.plan.family.visual(ids).sum())
-        call.stats.visual_tokens += visual
-        if not visual:
+        if not _count(call, ids):
             return None
         self._note_pictures(call, ids)
         return ids
@@ -281,6 +279,15 @@ class TextHooks:
         # tokens that came back are stored, and their outputs are not needed
         output.last_hidden_state = output.last_hidden_state[:, -forward.length :]
         return output
+
+
+def _count(call: Call[ModelPlan], ids: Tensor) -> bool:
+    """Count the visual tokens and sounds of a prompt ``ids [B, S]``; whether it has any that the recipe works on."""
+    family = call.plan.family
+    visual, heard = int(family.visual(ids).sum()), int(family.heard(ids).sum()) if family.hears else 0
+    call.stats.visual_tokens += visual
+    call.stats.sound_tokens += heard
+    return visual > 0 or (heard > 0 and call.plan.hears)
 
 
 def _continuation(

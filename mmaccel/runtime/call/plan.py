@@ -160,6 +160,11 @@ class ModelPlan(Plan):
         return min([*self.stage_at_layer, *inputs, *above], default=self.family.depth)
 
     @property
+    def hears(self) -> bool:
+        """Whether a method works on sounds, too."""
+        return any(stage.method.needs_sounds for stage in self.projector)
+
+    @property
     def caution(self) -> str | None:
         """Warning about the recipe's budgets on a model that reads pages, in a sentence; None without one."""
         return reading_caution(self.family, self.recipe)

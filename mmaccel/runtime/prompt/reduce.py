@@ -125,6 +125,7 @@ class WritePrompt(Run):
             features = [rows_at(plane, left.at).flatten(0, 1)[left.spots] for plane in planes]
             arguments |= prompt.plan.family.deep_arguments(visual, features)
         prompt.stats.layer_tokens = [int(left.visual.sum())] * prompt.plan.family.depth
+        prompt.stats.sounds_dropped += int((prompt.layout.heard & ~prompt.total.kept).sum())
         if self.cut is not None:
             chosen = self.cut(chosen, text)
             padded = bool((chosen < 0).any())

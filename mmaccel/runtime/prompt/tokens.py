@@ -14,7 +14,7 @@ from ...core.layout import Units
 from ...core.masks import question
 from ...core.precision import without_autocast
 from ...core.reduction import Reduction, Residual
-from ...errors import MmaccelError
+from ...errors import MmaccelError, UnsupportedError
 from ...method import LayerMethod, TokenBatch, TokenMethod
 from ...method.results import check_figures, check_numbers, check_reduction, check_type
 from ..call.call import VisionState
@@ -57,7 +57,7 @@ class TokenReducer:
         prompt, method, total = self.prompt, stage.method, self.prompt.total
         whole = prompt.layout.units(method.unit)
         units = whole.only(total.kept)
-        present = units.valid.sum(1)
+        present = units.seen.sum(1)
         count, left = self._passes.setdefault(stage.number, (budget(prompt, stage, whole, present), [present]))
         tokens, wanted = self._batch(stage, hidden, slots, whole, units, looked or {})
         if earlier is not None:
@@ -72,10 +72,11 @@ class TokenReducer:
                 tokens = replace(tokens, signals={**tokens.signals, **marks})
                 self._marks |= by_place(marks, units, total.kept.shape)
             reduction = checked(method, method.reduce(tokens, wanted), units.valid, count, tokens.features.shape[2])
-        _record(prompt, stage, int(present.sum()), int(count.sum()), reduction, again=len(left) > 1)
-        left.append(reduction.kept.sum(1))
+        stays = (reduction.kept & units.seen).sum(1)
+        _record(prompt, stage, int(present.sum()), int(count.sum()), int(stays.sum()), again=len(left) > 1)
+        left.append(stays)
         reduction = reduction.relabel(units.places, units.row, total.kept.shape)
-        reduction = reduction.keeping(total.kept & ~prompt.layout.visual)
+        reduction = reduction.keeping(total.kept & ~reduction.valid)
         if reduction.residual is not None:
             self.residuals.append(reduction.residual)
         # figures per token, not its keys and features: this outlives the call
@@ -91,6 +92,19 @@ class TokenReducer:
         """Whether a method inside the language model drops no more of the prompt."""
         known = self._passes.get(stage.number)
         return known is not None and stage.method.is_done(torch.stack(known[1], 1), known[0])
+
+    def _of_sounds(self, units: Units, device: torch.device) -> Tensor:
+        """The attention that each token of a sound receives, ``[N, n]``; NaN for visual tokens."""
+        known = torch.cat([torch.zeros(0, device=device), *(x.to(device) for x in self.vision.sounds)])
+        heard = sum(len(one.places) for one in self.prompt.layout.sounds)
+        if len(known) != heard:
+            raise UnsupportedError(
+                f"{self.prompt.plan.family.name}: the prompt has {heard} tokens of sounds but those encoded in this call make "
+                f"{len(known)}; pass the sounds that belong to exactly the new tokens of this call."
+            )
+        source, heard_ = to_device_packed(device, units.source.clamp(min=0), units.heard)
+        values = known[source * heard_] if len(known) else torch.zeros(source.shape, device=device)
+        return values.masked_fill(~heard_.bool(), torch.nan)
 
     def _batch(
         self,
@@ -119,6 +133,8 @@ class TokenReducer:
         with without_autocast(device):
             taps = self.vision.taps
             signals = taps.signals(method.taps(), self.vision.outputs, units) if method.taps() else {}
+            if method.needs_sounds:
+                signals["sound_attention"] = self._of_sounds(units, device)
         for name, figures in looked.items():
             figures = check_numbers(method, "observe()", figures.to(device)[rows[:, None], at], valid)
             signals[name] = figures.masked_fill(~valid, torch.nan)
@@ -150,7 +166,20 @@ class TokenReducer:
 
 
 def budget(prompt: Prompt, stage: PlannedStage[TokenMethod], whole: Units, present: Tensor) -> Tensor:
-    """Number of tokens of each unit that stay, ``[N]`` long on the CPU, of those ``present [N]``."""
+    """Number of visual tokens of each unit that stay, ``[N]`` long on the CPU, of those ``present [N]``."""
+    if stage.method.unit != "row":
+        return _shared_out(prompt, stage, whole, present)
+    # what the pictures and clips of the row keep in all
+    count = torch.zeros(len(prompt.layout.valid), dtype=torch.long)
+    if prompt.layout.segments:
+        pictures = prompt.layout.units("picture")
+        left = pictures.only(prompt.total.kept).valid.sum(1)
+        count.index_add_(0, pictures.row, _shared_out(prompt, stage, pictures, left))
+    return count[whole.row]
+
+
+def _shared_out(prompt: Prompt, stage: PlannedStage[TokenMethod], whole: Units, present: Tensor) -> Tensor:
+    """The same where no unit has several pictures."""
     recipe, method = prompt.plan.recipe, stage.method
     official = method.official_count if method.official else None
     least = recipe.retain if recipe.primary is not None and stage.number < recipe.primary else None
@@ -199,7 +228,7 @@ def _question(
     """The text behind the last picture of each unit's row, or all text if none is, ``[N, q, D]`` and ``[N, q]`` bool, and the
     ``looked`` figures of it."""
     visual, notes = prompt.layout.visual, prompt.stats.notes
-    text = prompt.layout.valid & ~visual
+    text = prompt.layout.valid & ~visual & ~prompt.layout.heard
     asked = question(text, visual)
     if method.text_tower is not None:
         notes.append(f"{method.name}: the question as the text tower of {method.text_tower!r} reads it")
@@ -245,10 +274,11 @@ def checked(method: TokenMethod, returned: Any, valid: Tensor, count: Tensor, wi
 
 
 def _record(
-    prompt: Prompt, stage: PlannedStage[TokenMethod], present: int, resolved: int, reduction: Reduction, again: bool
+    prompt: Prompt, stage: PlannedStage[TokenMethod], present: int, resolved: int, left: int, again: bool
 ) -> None:
-    """Add the budget of a stage, ``resolved`` of ``present`` tokens, to its figures; it may work ``again`` on a prompt."""
-    method, notes, left = stage.method, prompt.stats.notes, int(reduction.kept.sum())
+    """Add the budget of a stage, ``resolved`` of ``present`` visual tokens of which so many are ``left``, to its figures; it
+    may work ``again`` on a prompt."""
+    method, notes = stage.method, prompt.stats.notes
     if again:
         prompt.stats.stages[stage.number].tokens_kept += left - present
         return
