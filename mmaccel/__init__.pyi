@@ -194,6 +194,7 @@ from .pruning.prumerge import PruMerge as PruMerge
 from .pruning.prumerge import PruMergePlus as PruMergePlus
 from .pruning.prunesid import PruneSID as PruneSID
 from .pruning.random import Random as Random
+from .pruning.reform import REFORM as REFORM
 from .pruning.representation_shift import RepresentationShift as RepresentationShift
 from .pruning.scope import SCOPE as SCOPE
 from .pruning.specpc import SpecPC as SpecPC

@@ -281,8 +281,8 @@ def attention_of(rows: int, length: int, seed: int = 0) -> LayerAttention:
     """What a layer may look at; the last third of the prompt is text."""
     random = torch.Generator().manual_seed(seed)
     text = torch.arange(length).expand(rows, -1) >= length - length // 3
-    query, key = (torch.randn(rows, heads, length, WIDTH, generator=random) for heads in (4, 2))
-    return LayerAttention(query, key, None, 0.25, text)
+    query, key, value = (torch.randn(rows, heads, length, WIDTH, generator=random) for heads in (4, 2, 2))
+    return LayerAttention(query, key, None, 0.25, text, value=value)
 
 
 # --------------------------------------------------------------------------------------------------------- inside a tower

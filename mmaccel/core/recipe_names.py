@@ -158,6 +158,7 @@ RecipeName: TypeAlias = Literal[
     "random",
     "razorattention",
     "recycled-attention",
+    "reform",
     "rekv",
     "representation-shift",
     "resize",

@@ -78,7 +78,8 @@ class LayerAttention(Layerwise):
     places : ``[B, q]`` long, the places of the queries, -1 for padding; None where no policy of a cache observes.
     age : ``[B, q]`` long, how many tokens of the answer came before each query; None for a prompt, and unless the policy
         ``needs_age``.
-    value : ``[B, Hkv, K, Dv]``, the values of the keys; only between layers of the language model.
+    value : ``[B, Hkv, K, Dv]``, the values of the keys, only between layers of the language model; in a first pass with
+        :attr:`PreviewMethod.below`, those of all heads of several layers side by side.
     """
 
     query: Tensor

@@ -2,6 +2,7 @@
 
 import dataclasses
 from abc import abstractmethod
+from typing import Any
 
 from torch import Tensor
 
@@ -28,6 +29,9 @@ class PreviewMethod(ProjectorMethod):
     mixes_heads = True
     limits = {"layer": "[0, inf) or [0.0, 1.0)"}
     layer: float
+    #: lower layers whose values the attention shows together with those of ``layer``, see :attr:`LayerAttention.value`; None
+    #: where it shows none
+    below: tuple[float, ...] | None = None
 
     def fit(self, family: ModelFacts) -> Method:
         """A share of the depth becomes a layer."""
@@ -37,10 +41,19 @@ class PreviewMethod(ProjectorMethod):
                 f"{self.name} cannot look at layer={layer}: this model has {family.depth} layers; give "
                 f"layer={family.depth - 1} or less."
             )
-        near = min(family.attending, key=lambda one: abs(one - layer), default=layer)
+        changes: dict[str, Any] = {"layer": nearest_attending(layer, family)}
+        if self.below is not None:
+            below = tuple(nearest_attending(layer_at(one, family.depth), family) for one in self.below)
+            # of a shallow model some fall on one layer
+            changes["below"] = tuple(sorted({one for one in below if one < changes["layer"]}))
         # methods are frozen dataclasses with a field `layer`
-        return dataclasses.replace(self, layer=near)  # type: ignore[type-var]
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
     @abstractmethod
     def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """Named statistics per key, ``[B, K]`` float32 each."""
+
+
+def nearest_attending(layer: int, family: ModelFacts) -> int:
+    """The layer with attention that is nearest to ``layer``, the lower of two."""
+    return min(family.attending, key=lambda one: abs(one - layer), default=layer)

@@ -18,6 +18,7 @@ from torch import Tensor
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated
 from mmaccel.core.reduction import Reduction
+from mmaccel.families import family_of
 from mmaccel.kv.policies.zipcache_tokens import ZipCacheTokens
 from mmaccel.layers.aim import AimPageRank
 from mmaccel.layers.fastkv import FastKVTokens
@@ -32,6 +33,7 @@ from mmaccel.method import LayerAttention, LayerMethod, Tap, TokenBatch, blocks
 from mmaccel.method.blocks import nearest_kept, upto
 from mmaccel.pruning.flexselect import FlexSelect
 from mmaccel.pruning.gemfilter import GemFilter
+from mmaccel.pruning.reform import REFORM
 
 #: every one as it comes, and some with other options
 METHODS = [
@@ -863,6 +865,49 @@ def test_gemfilter_smooths_logits() -> None:
             kind(layer=-1)
         with pytest.raises(MmaccelError, match="has 4 layers"), accelerated(tiny("llava"), kind.name, layer=4):
             pass
+
+
+@pytest.mark.parametrize(("family", "kind"), LOOKING)
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_reform_compares_values_of_several_layers(family: str, kind: str, kernel: int) -> None:
+    """Of visual tokens and of the question, as the bare model has them, side by side; padding takes no part."""
+    feed, model, low = dict(zoo.inputs(family, kind)), tiny(family), 3 if family == "qwen3_vl" else 1
+    layers, values = family_of(model).text.layers, dict[int, torch.Tensor]()
+    hooks = [
+        layers[at].self_attn.v_proj.register_forward_hook(lambda module, args, out, at=at: values.update({at: out}))
+        for at in (low, low + 1)
+        if at < len(layers)
+    ]
+    try:
+        last_logits(model, feed)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    options = {"layer": max(values), "below": tuple(at for at in values if at < max(values)), "kernel": kernel}
+    with accelerated(model, Recipe("reform", (Stage("reform", 0.3, options),))):
+        last_logits(model, feed)
+        shown = model.mmaccel.history[0].scores()["question_match"]
+    visual = zoo.visual_mask(family, model, feed["input_ids"])
+    for row, seen in enumerate(visual):
+        real = feed["attention_mask"][row].bool()
+        after = torch.arange(len(seen)) > int(seen.nonzero()[-1])
+        unit = torch.nn.functional.normalize(torch.cat([values[at][row] for at in sorted(values)], -1), dim=-1)
+        match = (unit @ unit[after & real].mT).amax(-1).masked_fill(~real, -torch.inf)
+        beside = torch.nn.functional.pad(match, (kernel // 2, kernel // 2), value=-torch.inf).unfold(0, kernel, 1)
+        torch.testing.assert_close(shown[row, seen], beside.amax(-1)[seen], rtol=1e-3, atol=1e-5)
+
+
+def test_reform_takes_layers_of_any_model() -> None:
+    """Shares of the depth, of which some may be one layer; numbers above the last are refused."""
+    assert REFORM().fit(family_of(tiny("llava"))).options() == {"layer": 2, "below": (1,)}
+    assert REFORM(layer=1, below=(0.3, 0.4, 0.0)).fit(family_of(tiny("llava"))).options() == {"layer": 1, "below": (0,)}
+    with pytest.raises(MmaccelError, match="has 4 layers"), accelerated(tiny("llava"), "reform", layer=4):
+        pass
+    with pytest.raises(MmaccelError, match="must be an odd number, got 4"):
+        REFORM(kernel=4)
+    for below in ((-1,), (1.5,), ("deep",), 0.5):
+        with pytest.raises(MmaccelError, match="`below` of reform must be"):
+            REFORM(below=below)  # type: ignore[arg-type]
 
 
 def test_a_first_pass_behind_another_stage_and_another_turn() -> None:

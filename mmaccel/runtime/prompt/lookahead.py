@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -32,10 +32,14 @@ def _attention(
     run: Callable[[], Any],
     chosen: Tensor,
     visible: Visible | None = None,
+    below: Sequence[int] | None = None,
 ) -> LayerAttention:
     """The attention of the ``layer`` that ``run`` comes to, over the places ``chosen [B, q]`` of a prompt (-1 padding), on the
-    CPU. Keys of earlier turns take no part. For ``visible`` see :class:`.preview.Preview`."""
-    query, key, scaling = _reached(call, layer, run, visible)
+    CPU. Keys of earlier turns take no part. For ``visible`` and ``below`` see :class:`.preview.Preview`."""
+    preview = _reached(call, layer, run, visible, below)
+    assert preview.found is not None
+    query, key, scaling = preview.found
+    value = torch.cat([x.to(key.device) for x in preview.values], dim=1) if preview.values else None
     real, (_, text) = chosen >= 0, prompt.kinds(chosen)
     valid, spoken = (x.bool() for x in to_device_packed(query.device, real, text))
     sees = None
@@ -46,15 +50,18 @@ def _attention(
             (numbers,) = to_device_packed(query.device, together.gather(1, chosen.clamp(min=0)))
             causal = causal | ((numbers[:, None] == numbers[..., None]) & (numbers[..., None] >= 0))
         sees = (causal & valid[:, None] & valid[..., None])[:, None]
-    return LayerAttention(query, key, sees, scaling, spoken)
+    return LayerAttention(query, key, sees, scaling, spoken, value=value)
 
 
 def _reached(
-    call: Call[ModelPlan], layer: int, run: Callable[[], Any], visible: Visible | None = None
-) -> tuple[Tensor, Tensor, float]:
-    """Queries ``[B, Hq, q, D]`` and keys ``[B, Hkv, q, D]`` behind RoPE of the ``layer`` that ``run`` comes to, and the factor
-    of their products."""
-    call.observer = preview = Preview(layer, visible)
+    call: Call[ModelPlan],
+    layer: int,
+    run: Callable[[], Any],
+    visible: Visible | None = None,
+    below: Sequence[int] | None = None,
+) -> Preview:
+    """The ``layer`` that ``run`` comes to."""
+    call.observer = preview = Preview(layer, visible, below)
     try:
         with suppress(LayerReached), torch.no_grad():
             run()
@@ -62,7 +69,7 @@ def _reached(
         call.observer = None
     if preview.found is None:
         raise RuntimeError(f"layer {layer} was not reached")
-    return preview.found
+    return preview
 
 
 def own_attention(
@@ -74,7 +81,9 @@ def own_attention(
 
 def own_query(call: Call[ModelPlan], number: int, layer: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """The queries ``[B, Hq, q, D]`` behind RoPE that a layer would have if ``hidden [B, q, D]`` were its input."""
-    return _reached(call, number, _to_attention(call, layer, hidden, kwargs))[0]
+    found = _reached(call, number, _to_attention(call, layer, hidden, kwargs)).found
+    assert found is not None
+    return found[0]
 
 
 def _to_attention(
@@ -142,7 +151,8 @@ def first_pass(
         def visible(number: int, window: int | None) -> Tensor | None:
             return index.mask(places, window, prompt.bidirectional if family.is_bidirectional(number) else None)
 
-    attention = _attention(call, prompt, int(method.layer), lambda: family.text(**given), chosen, visible)
+    below = None if method.below is None else [int(layer) for layer in method.below]
+    attention = _attention(call, prompt, int(method.layer), lambda: family.text(**given), chosen, visible, below)
     with without_autocast(device):
         looked = figures_of(method, attention)
     return {name: figures.to(device).gather(1, slots) for name, figures in looked.items()}

@@ -21,16 +21,21 @@ class Preview:
     """Keeps queries ``[B, Hq, q, D]`` and keys ``[B, Hkv, q, D]`` of one layer, behind RoPE, and ends the pass there.
 
     visible : masks of the layers before, where the text model does not make them.
+    below : lower layers whose values are kept, too, or None for no values. values : ``[B, Hkv, q, Dv]`` of these, and of the
+        layer.
     """
 
-    def __init__(self, layer: int, visible: Visible | None = None) -> None:
-        self.layer, self.visible = layer, visible
+    def __init__(self, layer: int, visible: Visible | None = None, below: Sequence[int] | None = None) -> None:
+        self.layer, self.visible, self.below = layer, visible, below
         self.found: tuple[Tensor, Tensor, float] | None = None
+        self.values: list[Tensor] = []
 
     def attend(
         self, number: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Called by the attention function of every layer; raises :class:`LayerReached` at the one that is looked at."""
+        if self.below is not None and (number == self.layer or number in self.below):
+            self.values.append(value)
         if number == self.layer:
             self.found = query, key, scaling
             raise LayerReached
