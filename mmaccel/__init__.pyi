@@ -111,6 +111,7 @@ from .kv.policies.tova import Tova as Tova
 from .kv.policies.triforce import TriForce as TriForce
 from .kv.policies.vatp import VATP as VATP
 from .kv.policies.visionpulse import VisionPulse as VisionPulse
+from .kv.policies.visual_context_window import VisualContextWindow as VisualContextWindow
 from .kv.policies.vl_cache import VLCache as VLCache
 from .kv.policies.windowkv import WindowKV as WindowKV
 from .kv.policies.zipcache_tokens import ZipCacheTokens as ZipCacheTokens

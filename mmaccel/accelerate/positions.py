@@ -21,6 +21,12 @@ def has_axes(model: Any) -> bool:
     return "mrope_section" in (getattr(model.config.get_text_config(), "rope_parameters", None) or {})
 
 
+def recipe_limit(model: Any, recipe: Recipe) -> int | None:
+    """As :func:`position_limit`, times the factor by which methods of a recipe scale positions."""
+    limit = position_limit(model)
+    return None if limit is None else int(limit * max((method.stretch for _, method in recipe.build()), default=1.0))
+
+
 def free_positions(model: Any, recipe: Recipe, inputs: Mapping[str, Any], enough: int) -> int | None:
     """Number of positions that a prompt leaves for its answer, less than 0 if it is too long itself; None if at least
     ``enough`` are left, or there is no limit (also for ``positions="paper"`` and methods that read a prompt in chunks).
@@ -29,7 +35,7 @@ def free_positions(model: Any, recipe: Recipe, inputs: Mapping[str, Any], enough
     inputs : of ``generate``, with ``input_ids [B, S]``, and ``position_ids`` where the caller knows them.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    most, tokens = position_limit(model), inputs["input_ids"].shape[1]
+    most, tokens = recipe_limit(model, recipe), inputs["input_ids"].shape[1]
     if most is None or recipe.positions == "paper":
         return None
     # with M-RoPE a picture takes fewer positions than tokens, and the frames of a slow clip more
@@ -57,7 +63,7 @@ def too_long(model: Any, recipe: Recipe, inputs: Mapping[str, Any], longest: int
     free = free_positions(model, recipe, inputs, longest)
     if free is None:
         return None
-    most = position_limit(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    most = recipe_limit(model.get_base_model() if hasattr(model, "get_base_model") else model, recipe)
     assert most is not None
     return (
         f"The prompt has {inputs['input_ids'].shape[1]} tokens at {most - free} positions, visual ones included, and the "

@@ -25,6 +25,7 @@ from ..kv.cache import state_of, static_view_of
 from ..recipe import Positions, Proportional, Recipe, RecipeLike, Variant, get_recipe
 from ..runtime.build import make_runs, plan_for_call, plan_model
 from ..runtime.cache.eviction import hook_queries
+from ..runtime.cache.scaled_positions import hook_rotations
 from ..runtime.call.attention import TEXT
 from ..runtime.call.call import Call, CallInputs, VisionState, current, pop, push
 from ..runtime.call.forward import PromptResult, StageResult
@@ -164,7 +165,7 @@ class Accelerator(Handle):
         _merge_and_rebuild(plan, self._hook)
         self.text = TextHooks(plan, make_runs, self.check_attached, self._hook)
         self._wrap(family.text, "forward", functools.partial(split_forward, plan))
-        for hooks in (hook_queries, hook_mlps, hook_sounds):
+        for hooks in (hook_queries, hook_rotations, hook_mlps, hook_sounds):
             hooks(plan, self._hook)
         self._hook(inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
         for module in (model, inner):

@@ -215,6 +215,7 @@ RecipeName: TypeAlias = Literal[
     "visiontrim",
     "visionzip",
     "vispruner",
+    "visual-context-window",
     "vl-cache",
     "vtc-cls",
     "vtm",

@@ -15,8 +15,8 @@ from .pool import pool_by
 class ProgressivePool(ProjectorMethod):
     """Frames in groups, of which the first shows detail and the others what changes.
 
-    *Visual Context Window Extension: A New Perspective for Long Video Understanding*, arXiv 2409.20018; its pooling. (Its other
-    half rescales rotary positions for contexts longer than the model was trained with.)
+    *Visual Context Window Extension: A New Perspective for Long Video Understanding*, arXiv 2409.20018; its pooling. (Its
+    positions are ``visual-context-window``.)
 
     In every ``group`` of frames the first has ``detail`` times as many tokens as each of the others, as far as the budget and
     whole windows allow: every frame is average-pooled by itself into the windows that ``pool`` would choose for its share. What

@@ -157,6 +157,8 @@ class Method(ABC):
     renumbers_inside: ClassVar[bool] = False
     #: whether prompts may be longer than the positions that the model has
     extends: ClassVar[bool] = False
+    #: the factor by which prompts may be longer than the positions that the model has
+    stretch: float = 1.0
     #: the default ``retain`` of the recipe that consists of this method alone
     default_retain: ClassVar[float | None] = 0.25
     #: how the authors' program rounds the number of tokens that it keeps, where it is a ratio

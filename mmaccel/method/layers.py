@@ -79,7 +79,7 @@ class LayerAttention(Layerwise):
     age : ``[B, q]`` long, how many tokens of the answer came before each query; None for a prompt, and unless the policy
         ``needs_age``.
     value : ``[B, Hkv, K, Dv]``, the values of the keys, only between layers of the language model; in a first pass with
-        :attr:`PreviewMethod.below`, those of all heads of several layers side by side.
+        :attr:`PreviewMethod.below`, those of all heads of several layers side by side, ``[B, 1, K, D]``.
     """
 
     query: Tensor

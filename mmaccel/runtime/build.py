@@ -23,6 +23,7 @@ from ..kv.cache import CacheState
 from ..kv.codecs import Codec, token_groups
 from ..kv.parked import ParkedFrames
 from ..kv.policies.dca import DualChunkAttention
+from ..kv.policies.visual_context_window import VisualContextWindow
 from ..kv.visual_memory import VisualMemory
 from ..method import (
     ChunkMethod,
@@ -69,6 +70,7 @@ from .cache.piece_eviction import EvictByPiece
 from .cache.reading import ReadKeys, ReadKeysAhead, RecallKeys
 from .cache.recall import AskFrames, ReadFrames, RecallRun
 from .cache.rotation import positions_of
+from .cache.scaled_positions import ScalePositions
 from .call.call import Call
 from .call.forward import Continuation, Forward, Prompt
 from .call.plan import (
@@ -386,6 +388,8 @@ def _runs_of_prompt(call: Call[ModelPlan], prompt: Prompt) -> Iterator[Run]:
     if plan.retracing is not None:
         yield Retrace(prompt, plan.retracing.method)
     yield ReducePrompt(call, prompt, reducer, _looks_first(plan))
+    if plan.policy is not None and isinstance(plan.policy.method, VisualContextWindow):
+        yield ScalePositions(prompt, plan.policy.method, state, positions_of(plan.family.text.config))
     chunks = None if plan.chunks is None else ChunkedPrefill(prompt, plan.chunks)
     prepared = PrepareLayers(prompt)
     if plan.stage_at_layer:
@@ -421,6 +425,8 @@ def _runs_behind(call: Call[ModelPlan], forward: Continuation) -> Iterator[Run]:
     assert state is not None
     if plan.retracing is not None and state.shared.memory(VisualMemory) is not None:
         yield Retrace(forward, plan.retracing.method)
+    if plan.policy is not None and isinstance(plan.policy.method, VisualContextWindow):
+        yield ScalePositions(forward, plan.policy.method, state, None)
     if plan.reactivates and reactivation.may_return(plan, state):
         stages: Mapping[int, PlannedStage[Any]] = plan.stage_at_layer
         yield Reactivation(forward, stages)

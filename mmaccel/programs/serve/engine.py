@@ -17,7 +17,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from ...accelerate import accelerate_vlm
 from ...accelerate.fallback import fallback_of_call
-from ...accelerate.positions import check_positions, free_positions, position_limit
+from ...accelerate.positions import check_positions, free_positions, recipe_limit
 from ...core.transformers_api import cache_of
 from ...errors import MmaccelError
 from ...media import untrusted
@@ -168,7 +168,7 @@ class Engine(ModelSlot):
         # what the processor would drop, a model that answers as the full one does must see
         self._prepared = processor if drafts.get("lossless") else prepare(processor, recipe)
         accelerate_vlm(model, recipe, processor=self._prepared, **drafts)
-        self._positions = position_limit(model)
+        self._positions = recipe_limit(model, recipe)
         own_prefill = (needs_own_prefill(recipe) is not None and not ages(recipe)) or any(drafts.values())
         self.kept = None if own_prefill else kept
         ends = model.generation_config.eos_token_id

@@ -233,8 +233,8 @@ def _obstacle_in_cache(plan: ModelPlan, state: CacheState) -> str:
         return _NOTHING
     if any(layer.prefix is not None for layer in state.layers):
         return "rows share a prefix, which captured steps would copy"
-    if plan.policy is not None and plan.policy.method.extends:
-        return f"{plan.policy.method.name} turns queries by where keys stand"
+    if plan.policy is not None and (plan.policy.method.extends or plan.policy.method.stretch != 1):
+        return f"{plan.policy.method.name} turns queries by positions of its own"
     if state.positions.axes_ahead is not None:
         return "behind a prompt that ends in a picture every axis of positions goes on from its own end"
     if state.shared.places.first_weights is not None:

@@ -39,7 +39,9 @@ def _attention(
     preview = _reached(call, layer, run, visible, below)
     assert preview.found is not None
     query, key, scaling = preview.found
-    value = torch.cat([x.to(key.device) for x in preview.values], dim=1) if preview.values else None
+    # layers may have heads of different widths
+    values = [x.to(key.device).transpose(1, 2).flatten(2) for x in preview.values]
+    value = torch.cat(values, dim=-1)[:, None] if values else None
     real, (_, text) = chosen >= 0, prompt.kinds(chosen)
     valid, spoken = (x.bool() for x in to_device_packed(query.device, real, text))
     sees = None
