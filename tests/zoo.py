@@ -1592,6 +1592,19 @@ def loaded_draft(family: str, seed: int = 1) -> PreTrainedModel:
     return _made(family, seed, {})
 
 
+def head(family: str, seed: int = 1) -> PreTrainedModel:
+    """A head with random weights that drafts for the model of a family: the assistants of Gemma 4."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2}
+    text = _family(family).config(sizes, len(tokenizer(family))).text_config.to_dict()
+    text |= {"enable_moe_block": False, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 0}
+    text |= {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": None, "tie_word_embeddings": True}
+    config = transformers.AutoConfig.for_model(f"{family}_assistant", text_config=text, backbone_hidden_size=64)
+    with torch.random.fork_rng(devices=[]):
+        result = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _fill(result, seed)
+    return result.eval()
+
+
 def _made(family: str, seed: int, text_overrides: Mapping[str, Any]) -> PreTrainedModel:
     words = tokenizer(family)
     config = _family(family).config(text_overrides, len(words))

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
 
-from ..core.transformers_api import cache_names
+from ..core.transformers_api import cache_in, cache_names
 from ..decoding.automaton import Store
 from ..decoding.drafters import DEFAULT, get_drafter
 from ..errors import MmaccelError, UnsupportedError
 from ..families import Family
-from ..families.draft import load_draft
+from ..families.draft import load_draft, load_head
 from ..kv.cache import cache_bytes
 from ..method.model_options import Loaded, keep
 from ..recipe import Recipe, RecipeLike, TunedRecipe, get_recipe
 from ..recipe.recipe import overrides
-from ..runtime.call.call import Call
+from ..runtime.call.call import Call, current
 from ..runtime.call.plan import ModelPlan
 from ..runtime.decoding.drafting import Copying, CopyingTrees, Drafting, Source
+from ..runtime.decoding.head_draft import HeadDraft
 from ..runtime.decoding.layer_skip import LayerSkip
 from ..runtime.decoding.length import Costs, best_length
 from ..runtime.decoding.loop import Decoder
@@ -32,8 +33,8 @@ from ..runtime.decoding.shared_draft import SharedDraft
 
 #: the value of ``draft`` that makes the model draft for itself, whatever it costs; also the name of these drafts in figures
 SELF = "self"
-#: the names of the drafts of a smaller model, and of the model without some layers, in figures
-MODEL, LAYERS = "model", "layers"
+#: the names of the drafts of a smaller model, of a head, and of the model without some layers, in figures
+MODEL, HEAD, LAYERS = "model", "head", "layers"
 #: answers of at most so many tokens end before a model that drafts has paid for its prompt
 SHORT = 16
 #: the model drafts for itself if this pays at an acceptance that is as good as is known, with a cache of no size
@@ -55,8 +56,8 @@ class Drafts:
     Parameters
     ----------
     lossless : whether the model verifies for the bare model's answer; else for that of the model with its recipe.
-    draft : None, ``"self"``, a smaller model of the same family, or its folder or hub id, or numbers of layers that the model
-        skips while it drafts for itself.
+    draft : None, ``"self"``, a smaller model of the same family or a head, or its folder or hub id, or numbers of layers that
+        the model skips while it drafts for itself.
     lookup : whether tokens are copied from prompt and earlier answers, or the name of the drafter that does it.
     """
 
@@ -80,6 +81,8 @@ class Drafts:
             )
         #: the model that drafts, with the handle that reduces its prompts; None before :meth:`load`
         self.family: Family | None = None
+        #: the head that drafts; None before :meth:`load`
+        self.head: Any = None
         #: the drafter that copies; None without one
         self.copying = get_drafter(DEFAULT if lookup is True else lookup) if lookup else None
         self.learned = Learned(None)
@@ -122,8 +125,25 @@ class Drafts:
             return None
         if self.draft is None or self.draft == SELF:
             return None
+        self.head = load_head(self.draft, family)
+        if self.head is not None:
+            if not self.lossless:
+                raise MmaccelError(
+                    f"draft={self.draft!r} is a head, which reads the keys of the whole prompt; give lossless=True, too."
+                )
+            return None
         self.family = load_draft("draft=", self.draft, family)
         return self.family.model
+
+    def attach(self, plan: ModelPlan, hook: Callable[[Any], None]) -> None:
+        """Note the hidden states that a head drafts from; ``hook`` remembers what to remove with the handle."""
+        hook(self)
+        if self.head is not None:
+            hook(plan.family.text.register_forward_hook(partial(_note_states, plan), with_kwargs=True))
+
+    def remove(self) -> None:
+        """Let go of a model or head that was loaded; :meth:`load` loads it again."""
+        self.family = self.head = None
 
     def forget(self) -> None:
         """Forget earlier answers, so that the same question again is no easier to draft for."""
@@ -178,6 +198,8 @@ class Drafts:
             if self.skipped:
                 skipped = [family.text.layers[layer] for layer in self.skipped]
                 sources.append(LayerSkip(LAYERS, reader, skipped))
+            elif self.head is not None:
+                sources.append(HeadDraft(HEAD, self.head, reader, call.inputs, _newest_layers(family)))
             elif most is not None and most <= SHORT:
                 if self._model_drafts:
                     decoder.drafting.notes.append(f"no model drafts: the answer has at most {most} tokens")
@@ -239,6 +261,23 @@ def _check_skipped(layers: Sequence[Any], family: Family) -> None:
         raise MmaccelError(
             f"`draft` names layers to skip: this {family.name} model can skip {allowed}, got {wrong}; name some of these."
         )
+
+
+def _newest_layers(family: Family) -> dict[str, int]:
+    """Of every kind of layer the last one that stores keys."""
+    config = family.text.config
+    stored = family.depth - (getattr(config, "num_kv_shared_layers", None) or 0)
+    return {kind: number for number, kind in enumerate(config.layer_types[:stored])}
+
+
+#: tokens whose hidden states are kept for a head: as many as a block may have
+_STATES = 64
+
+
+def _note_states(plan: ModelPlan, module: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+    """Forward hook of the text model: keep its newest hidden states for a head that drafts."""
+    if (call := current(plan)) is not None and (cache := cache_in(kwargs)) is not None:
+        call.inputs.states = output.last_hidden_state[:, -_STATES:].clone(), cache.get_seq_length()
 
 
 def draft_of_call(

@@ -165,7 +165,7 @@ class Accelerator(Handle):
         _merge_and_rebuild(plan, self._hook)
         self.text = TextHooks(plan, make_runs, self.check_attached, self._hook)
         self._wrap(family.text, "forward", functools.partial(split_forward, plan))
-        for hooks in (hook_queries, hook_rotations, hook_mlps, hook_sounds):
+        for hooks in (hook_queries, hook_rotations, hook_mlps, hook_sounds, self.drafts.attach):
             hooks(plan, self._hook)
         self._hook(inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
         for module in (model, inner):
@@ -516,7 +516,8 @@ def accelerate_vlm(
         decides; when sampling, in distribution). The recipe then shapes only what drafts: the model reads the whole prompt and
         verifies every token. Without a ``draft`` and ``lookup`` the model drafts for itself, where this can pay.
     draft : a smaller model of the same family, loaded, or its folder or hub id, that drafts tokens which the model verifies; it
-        gets the recipe, too. Without ``lossless`` the model verifies for the answer that it gives with the recipe. ``"self"``
+        gets the recipe, too. Without ``lossless`` the model verifies for the answer that it gives with the recipe. With
+        ``lossless`` also a head that was trained for this model: an assistant of Gemma 4. ``"self"``
         makes the model draft for itself, and with ``lossless`` a list of layer numbers makes it skip these while it does, by
         default those that ``mmaccel tune --draft-layers`` has written into the recipe.
         Of a recipe whose method has an option of this name it is that option, unless ``lossless``.

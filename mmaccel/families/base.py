@@ -96,6 +96,8 @@ class Family(LanguageModel, ModelTowers):
 
     #: ``config.model_type`` of the models it serves
     model_types: ClassVar[tuple[str, ...]]
+    #: ``config.model_type`` of heads that draft for these models, see :class:`mmaccel.runtime.decoding.head_draft.HeadDraft`
+    heads: ClassVar[tuple[str, ...]] = ()
     #: where lists show it, among those of the same place by name
     place: ClassVar[int] = 1000
     facts: ClassVar[Facts] = Facts()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from ..errors import UnsupportedError
+from ..core.shipped_models import located
+from ..errors import MmaccelError, UnsupportedError, first_line
 from ..method.model_options import Loaded, load_once
 from .base import Family
 from .load import load
@@ -24,9 +26,7 @@ def load_draft(method: str, draft: str | Loaded, family: Family) -> Family:
             raise UnsupportedError(f"The draft {draft!r} is the model that it would draft for; give a smaller one.")
     else:
         draft = draft or _draft_folder(method, family)
-        # weights that wait elsewhere for their turn are on no device
-        weight = next(x for x in family.text.parameters() if x.device.type != "meta")
-        device, dtype = str(weight.device), str(weight.dtype).removeprefix("torch.")
+        device, dtype = _place(family)
         model = load_once("draft", draft, (device, dtype), lambda: load(draft, device=device, dtype=dtype)[0])
     drafting = family_of(model)
     check_free(drafting)
@@ -46,11 +46,83 @@ def load_draft(method: str, draft: str | Loaded, family: Family) -> Family:
     return drafting
 
 
+def load_head(draft: str | Loaded, family: Family) -> Any:
+    """The head that drafts for a model of ``family`` from its hidden states and keys, loaded or from a folder or hub id; None
+    if ``draft`` is no head. Refuses a head of other models, and those that transformers does not load."""
+    about = draft.model.config.to_dict() if isinstance(draft, Loaded) else _config(draft)
+    kind = str(about.get("model_type"))
+    if kind not in family.heads:
+        names = " ".join(map(str, (kind, about.get("speculators_model_type"), *(about.get("architectures") or ()))))
+        if (why := next((why for word, why in _HEADS.items() if word in names.lower()), None)) is not None:
+            raise UnsupportedError(
+                f"The draft {draft!r} is a head, {why}; give a smaller model of this one's series, or lookup=True."
+            )
+        return None
+    head = (
+        draft.model
+        if isinstance(draft, Loaded)
+        else load_once("head", draft, _place(family), lambda: _head(draft, family))
+    )
+    _check_mode(head)
+    for what, mine, its in (
+        ("words", family.text.config.vocab_size, head.config.get_text_config().vocab_size),
+        ("channels of hidden states", family.text.config.hidden_size, head.config.backbone_hidden_size),
+    ):
+        if mine != its:
+            raise UnsupportedError(
+                f"The draft {draft!r} is a head of another model: {what} {its}, not {mine}; name the one of this model."
+            )
+    return head
+
+
+#: heads that draft for no model of ours, by a word in their types, and why they do not
+_HEADS = {
+    "eagle": "and transformers loads no EAGLE heads",
+    "dflash": "and DFlash heads draft for none of the models that mmaccel accelerates",
+    "_assistant": "and drafts for models of another family",
+}
+
+
+def _config(name: str) -> dict[str, Any]:
+    """What the configuration of a folder or a hub id says; empty without one."""
+    from ..core.transformers_api import PreTrainedConfig
+
+    try:
+        about: dict[str, Any] = PreTrainedConfig.get_config_dict(located(name))[0] if name else {}
+    except Exception:
+        # who loads from it says what is wrong
+        return {}
+    return about
+
+
+def _head(name: str, family: Family) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    device, dtype = _place(family)
+    try:
+        head = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True)
+    except Exception as error:
+        raise MmaccelError(
+            f"Cannot load the draft {name!r} ({first_line(error).rstrip('.')}); give a folder with config and safetensors."
+        ) from error
+    return head.to(device).eval()
+
+
+def _place(family: Family) -> tuple[str, str]:
+    """Device and dtype of a model; weights that wait elsewhere for their turn are on no device."""
+    weight = next(x for x in family.text.parameters() if x.device.type != "meta")
+    return str(weight.device), str(weight.dtype).removeprefix("torch.")
+
+
 def check_free(draft: Family) -> None:
     """Raise when a draft is accelerated itself, or being trained."""
     if getattr(draft.model, "mmaccel", None) is not None:
         raise UnsupportedError("The draft is an accelerated model itself; call draft.mmaccel.remove() first.")
-    if draft.model.training:
+    _check_mode(draft.model)
+
+
+def _check_mode(model: Any) -> None:
+    if model.training:
         raise UnsupportedError("The draft is in training mode; call draft.eval() first.")
 
 

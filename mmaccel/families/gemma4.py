@@ -19,6 +19,7 @@ class Gemma4(Gemma3):
 
     name = "gemma4"
     model_types = ("gemma4",)
+    heads = ("gemma4_assistant",)
     heads_first = False
     facts = Facts("yes, any size", cls=False, merging="-")
     modalities = ("image", "video")
@@ -56,6 +57,7 @@ class Gemma4Unified(Gemma4):
 
     name = "gemma4_unified"
     model_types = ("gemma4_unified",)
+    heads = ("gemma4_unified_assistant",)
     tower_names: ClassVar[dict[Modality, str]] = {"image": "embed_vision", "video": "embed_vision"}
     over_windows = True
     closed = "has no layers"

@@ -175,6 +175,29 @@ def test_every_family_answers_as_without_drafts(family: str, kind: str, liar: ty
     assert stats.drafting["tokens"] == NEW * len(bare)
 
 
+@pytest.mark.parametrize("draft", ["copies", "layers", "model"])
+@pytest.mark.parametrize("kind", ["image", "uneven"])
+@pytest.mark.parametrize("family", ["llava", "gemma3", "gemma4"])  # by choice: some layers have windows, or all
+def test_windows_that_are_shorter_than_the_prompt(
+    family: str, kind: str, draft: str, liar: type[Liar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token reads its window and nothing before it, behind the prompt, behind rejected tokens, and in a draft of several
+    steps."""
+    tiny, feed = zoo.model(family, sliding_window=12), zoo.inputs(family, kind)
+    bare = generate(tiny, feed)
+    monkeypatch.setattr(liar, "truth", told(feed, bare))
+    monkeypatch.setattr(liar, "plan", "mixed")
+    given = {
+        "copies": {"lookup": "liar"},
+        "layers": {"draft": [tiny.config.get_text_config().num_hidden_layers - 1]},
+        "model": {"draft": zoo.loaded_draft(family)},
+    }[draft]
+    with accelerated(tiny, "none", lossless=True, processor=zoo.processor(family), **given):
+        out, stats = generate(tiny, feed), tiny.mmaccel.stats()
+    assert torch.equal(out, bare)
+    assert stats.drafting["drafted"] > 10 and not any("are off" in note for note in stats.notes)
+
+
 @pytest.mark.parametrize("kind", ["image", "uneven"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trees_change_no_answer(

@@ -151,7 +151,7 @@ class DraftOptions:
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Draft with a smaller model of the same family: folder or hub id; self: with the model itself.",
+            help="Draft with a smaller model of the same family, or a head: folder or hub id; self: with the model itself.",
         ),
     ] = None
     lookup: Annotated[

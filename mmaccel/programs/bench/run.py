@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ...accelerate import accelerated
-from ...accelerate.drafting import LAYERS, MODEL, SELF
+from ...accelerate.drafting import HEAD, LAYERS, MODEL, SELF
 from ...core.stats import Clock
 from ...core.transformers_api import cache_of
 from ...errors import MmaccelError, UnsupportedError, first_line
@@ -338,7 +338,8 @@ class Bench:
             if variant.drafts:
                 drafts = self.model.mmaccel.drafts
                 drafting = self.model if drafts.family is None else drafts.family.model
-                variant.draft_bytes = weight_bytes(drafting, drafts.skipped)
+                held = weight_bytes(drafting, drafts.skipped)
+                variant.draft_bytes = held if drafts.head is None else sum(x.nbytes for x in drafts.head.parameters())
             del inputs, prefill
         self.once(case, variant)
 
@@ -435,7 +436,9 @@ class Bench:
         drafting = variant.samples[-1].stats.get("drafting")
         if not drafting or case.answer == 1:
             return 1.0
-        by_model = sum(one["drafted"] for name, one in drafting["sources"].items() if name in (MODEL, SELF, LAYERS))
+        by_model = sum(
+            one["drafted"] for name, one in drafting["sources"].items() if name in (MODEL, HEAD, SELF, LAYERS)
+        )
         steps = drafting["verifications"] + by_model / case.batch * variant.draft_bytes / weight_bytes(self.model)
         return float((case.answer - 1) / max(1.0, steps))
 

@@ -42,6 +42,8 @@ class CallInputs:
     drafted : whether ``generate`` verifies candidates of an assistant or of prompt lookup, or drafts of mmaccel's.
     reads_all : whether the model verifies drafts for the bare model's answer over a cache that drafts read sparsely.
     tokenizer : of the caller, for stop strings.
+    states : for a head that drafts, hidden states ``[B, n, D]`` of the last tokens of the forward before, and how many tokens
+        the cache held behind it.
     """
 
     opened_by: nn.Module | None = None
@@ -55,6 +57,7 @@ class CallInputs:
     drafted: bool = False
     reads_all: bool = False
     tokenizer: Any = None
+    states: tuple[Tensor, int] | None = None
 
 
 @dataclass

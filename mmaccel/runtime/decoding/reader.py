@@ -8,12 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.transformers_api import DynamicLayer, LinearAttentionLayer, cache_argument, cache_in, cache_of
+from ...core.transformers_api import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    cache_argument,
+    cache_in,
+    cache_of,
+)
 from ...decoding.tree import ancestors, depths
 from ...kv.cache import snapshot, state_of
 
 #: why a cache can have no drafts
 UNFORGETTING = "the cache has layers that cannot forget rejected tokens"
+
+
+class _Window(DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """Keys of a window and of what may be forgotten, of which attention is given those that its mask is made for. Old releases
+    of transformers, such as 5.17, give it all that are stored."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Add keys and values ``[B, H, n, D]``; those of the window of every new token."""
+        seen = self.sliding_window - 1 + key_states.shape[2]
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        return keys[:, :, -seen:], values[:, :, -seen:]
 
 
 class Reader:
@@ -56,6 +74,9 @@ class Reader:
             for layer in _recurrent(cache):
                 # the state before a block is remembered instead
                 layer.record_past = False
+            for layer in cache.layers:
+                if type(layer) is DynamicSlidingWindowLayer:
+                    layer.__class__ = _Window
 
     @property
     def cache(self) -> Any:
