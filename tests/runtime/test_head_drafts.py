@@ -21,7 +21,20 @@ from mmaccel.runtime.decoding import drafting
 from mmaccel.runtime.decoding.head_draft import HeadDraft
 from mmaccel.runtime.decoding.rows import Draft
 
-pytestmark = pytest.mark.usefixtures("no_gradients")
+
+def built() -> bool:
+    """Whether this release of transformers can make an assistant: 5.23 refuses their configurations."""
+    try:
+        zoo.head("gemma4")
+    except ValueError as error:
+        return "layer types producing a cache" not in str(error)
+    return True
+
+
+pytestmark = [
+    pytest.mark.usefixtures("no_gradients"),
+    pytest.mark.skipif(not built(), reason="this release of transformers makes no assistant of Gemma 4"),
+]
 
 FAMILIES = sorted(name for name, family in families().items() if family.heads)
 NEW = 20
