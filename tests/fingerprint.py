@@ -191,7 +191,8 @@ def feed(family: str, kind: str, worker: Any, seed: int = 0) -> Record:
 def behind_words(family: str, given: Record) -> Record:
     """The inputs of one row behind `REPEATING`."""
     said = zoo.tokenizer(family)(REPEATING, add_special_tokens=False, return_tensors="pt").input_ids.to(DEVICE)
-    front = {"input_ids": said, "attention_mask": torch.ones_like(said), "mm_token_type_ids": torch.zeros_like(said)}
+    front = {"input_ids": said, "attention_mask": torch.ones_like(said)}
+    front |= dict.fromkeys(("mm_token_type_ids", "moe_mm_token_type_ids"), torch.zeros_like(said))
     return {name: torch.cat([front[name], value], dim=1) if name in front else value for name, value in given.items()}
 
 
@@ -202,10 +203,10 @@ def follow(first: Record, out: Any, second: Record) -> Record:
         "input_ids": [first["input_ids"], answer, second["input_ids"]],
         "attention_mask": [first["attention_mask"], torch.ones_like(answer), second["attention_mask"]],
     }
-    types = "mm_token_type_ids"
-    if types in first or types in second:
-        before, after = (turn.get(types, torch.zeros_like(turn["input_ids"])) for turn in (first, second))
-        parts[types] = [before, torch.zeros_like(answer), after]
+    for types in ("mm_token_type_ids", "moe_mm_token_type_ids"):
+        if types in first or types in second:
+            before, after = (turn.get(types, torch.zeros_like(turn["input_ids"])) for turn in (first, second))
+            parts[types] = [before, torch.zeros_like(answer), after]
     return {**second, **{name: torch.cat(several, dim=1) for name, several in parts.items()}}
 
 

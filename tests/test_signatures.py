@@ -242,6 +242,7 @@ FEATURES = {
     "gemma4_unified": ["pixel_values", "image_position_ids"],
     "got_ocr2": ["pixel_values"],
     "perception_lm": ["pixel_values"],
+    "granite_docling": ["pixel_values", "pixel_attention_mask", "tile_fine_mask"],
     "granite4_vision": ["pixel_values", "image_sizes"],
     "ovis2": ["pixel_values"],
     "mistral3": ["pixel_values", "image_sizes"],
@@ -249,6 +250,7 @@ FEATURES = {
     "lighton_ocr": ["pixel_values", "image_sizes"],
     "deepseek_ocr2": ["pixel_values", "pixel_values_local", "num_local_patches"],
     "paddleocr_vl": ["pixel_values", "image_grid_thw"],
+    "hunyuan_vl": ["pixel_values", "image_grid_thw"],
     "video_llama_3": ["pixel_values", "image_grid_thw", "image_merge_sizes"],
     "fast_vlm": ["pixel_values"],
     "deepseek_vl": ["pixel_values"],
@@ -270,6 +272,9 @@ FEATURES = {
     "glm_ocr": ["pixel_values", "image_grid_thw"],
     "qwen3_5_moe": ["pixel_values", "image_grid_thw"],
     "qwen3_vl": ["pixel_values", "image_grid_thw"],
+    "ernie4_5_vl_moe": ["pixel_values", "image_grid_thw"],
+    "cosmos3_edge": ["pixel_values", "image_grid_thw"],
+    "cosmos3_omni": ["pixel_values", "image_grid_thw"],
     "qwen3_vl_moe": ["pixel_values", "image_grid_thw"],
     "internvl": ["pixel_values"],
     "smolvlm": ["pixel_values", "pixel_attention_mask"],
@@ -335,7 +340,7 @@ def test_the_door(family: str) -> None:
     for args, kwargs in inner:
         ids = args[0] if args else kwargs["input_ids"]
         assert isinstance(ids, Tensor) and CACHE in kwargs
-    if family.startswith(("qwen3_vl", "qwen3_omni")):
+    if family.startswith(("qwen3_vl", "qwen3_omni", "cosmos3_omni", "granite_docling")):
         first, second = (kwargs for _, kwargs in door)
         assert first["visual_pos_masks"].shape == (2, length) and len(first["deepstack_visual_embeds"]) == 3
         assert second.get("visual_pos_masks") is None and second.get("deepstack_visual_embeds") is None
@@ -398,7 +403,7 @@ def test_the_door_of_a_forward_without_a_cache(family: str) -> None:
 def test_positions_in_three_axes(family: str) -> None:
     """The three functions that are wrapped, called as the wrappers expect it."""
     tiny, types = zoo.model(family), {"mm_token_type_ids"}
-    omni = "_omni" in family
+    omni = family.startswith("qwen") and "_omni" in family
     if omni:  # what it tells apart by ids alone
         types = set()
     inner, calls = tiny.model, {}
@@ -420,7 +425,9 @@ def test_positions_in_three_axes(family: str) -> None:
         tiny(**inputs(family))
     ((args, kwargs),) = calls.pop("compute_3d_position_ids")
     assert args == ()
-    assert {"input_ids", "inputs_embeds", "attention_mask", CACHE} | types <= set(kwargs)
+    assert {"input_ids", "attention_mask", CACHE} | types <= set(kwargs)
+    # HunyuanVL asks ids alone how long a call is
+    assert "inputs_embeds" in kwargs or family == "hunyuan_vl"
     ((args, kwargs),) = calls.pop("get_rope_index")
     sizes, _ = families_of_mmaccel()[family].sized_by
     given = {sizes, "attention_mask"} | types
@@ -440,7 +447,8 @@ def test_positions_in_three_axes(family: str) -> None:
             key: value for key, value in inputs(family).items() if key in ("mm_token_type_ids", sizes, "attention_mask")
         },
     )
-    assert positions.shape == (3, 1, inputs(family)["input_ids"].shape[1]) and deltas.shape == (1, 1)
+    axes = family_of(tiny).axes
+    assert positions.shape == (axes, 1, inputs(family)["input_ids"].shape[1]) and deltas.shape == (1, 1)
 
 
 def test_best_resolution_comes_from_transformers() -> None:

@@ -221,7 +221,8 @@ def _qwen(
     """The configuration of a Qwen family: patch 8, merge 2, temporal patch 2; ``words`` are fields of its text model."""
 
     def build(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
-        text = _text(f"{family}_text", overrides, vocabulary, rope_parameters=_mrope(**rope), **(words or {}))
+        kind = "qwen3_vl" if family == "cosmos3_omni" else family
+        text = _text(f"{kind}_text", overrides, vocabulary, rope_parameters=_mrope(**rope), **(words or {}))
         common = {"depth": 4, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
         return getattr(transformers, config)(
             vision_config={**common, **vision},
@@ -230,6 +231,17 @@ def _qwen(
         )
 
     return build
+
+
+def _cosmos3_edge(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    words = _text("cosmos3_edge_text", overrides, vocabulary, rope_parameters=_mrope(), head_dim=16)
+    return transformers.Cosmos3EdgeConfig(
+        vision_config={**tower, "num_patches": 36, "patch_size": 8},
+        text_config=words.to_dict(),
+        projector_hidden_size=64,
+        **{f"{name}_id": token for name, token in _ids("cosmos3_edge").items()},
+    )
 
 
 def _glm(family: str, config: str, **words: Any) -> Callable[..., PreTrainedConfig]:
@@ -450,6 +462,25 @@ def _granite4_vision(overrides: dict[str, Any], vocabulary: int) -> PreTrainedCo
     )
 
 
+def _granite_docling(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    scales = {
+        "embedding_multiplier": 2.0,
+        "logits_scaling": 0.5,
+        "residual_multiplier": 0.8,
+        "attention_multiplier": 0.3,
+    }
+    return transformers.GraniteDoclingConfig(
+        vision_config={
+            **tower,
+            **{"image_size": 48, "patch_size": 4, "out_hidden_size": 64, "deepstack_visual_indexes": [0, 1, 2]},
+        },
+        text_config=_text("granite_docling_text", overrides, vocabulary, **scales).to_dict(),
+        image_token_id=_ids("granite_docling")["image_token"],
+        tie_word_embeddings=False,
+    )
+
+
 def _got_ocr2(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
     tower = {"hidden_size": 32, "output_channels": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "mlp_dim": 64}
     return transformers.GotOcr2Config(
@@ -558,6 +589,77 @@ def _paddleocr_vl(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfi
         image_token_id=_ids("paddleocr_vl")["image_token"],
         tie_word_embeddings=False,
     )
+
+
+def _hunyuan_vl(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    """RoPE as that of HunyuanOCR: four axes, one of which counts tokens."""
+    _numbers_by_row()
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 4.0, "factor": 1.0, "mrope_section": [2] * 4}
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    return transformers.HunYuanVLConfig(
+        vision_config={**tower, "patch_size": 8, "max_image_size": 64, "text_hidden_size": 64},
+        text_config=_text("hunyuan_vl_text", overrides, vocabulary, rope_parameters=rope, head_dim=16).to_dict(),
+        image_token_id=_ids("hunyuan_vl")["image_token"],
+        tie_word_embeddings=False,
+    )
+
+
+@functools.cache
+def _numbers_by_row() -> None:
+    """HunyuanVL numbers the pictures of each row by themselves: that of transformers counts them over all rows of a batch, so
+    that a row in a batch has other positions than alone."""
+    from transformers.models.hunyuan_vl.modeling_hunyuan_vl import HunYuanVLModel
+
+    of_batch = HunYuanVLModel.get_rope_index
+
+    @functools.wraps(of_batch)
+    def by_row(
+        self: Any,
+        input_ids: Any,
+        mm_token_type_ids: Any,
+        image_grid_thw: Any = None,
+        attention_mask: Any = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        first, rows = 0, []
+        for row in range(len(input_ids)):
+            mine = slice(row, row + 1)
+            count = int((torch.nn.functional.pad(mm_token_type_ids[mine], (1, 0)).diff() == 1).sum())
+            grids = None if image_grid_thw is None or not count else image_grid_thw[first : first + count]
+            mask = None if attention_mask is None else attention_mask[mine]
+            rows.append(of_batch(self, input_ids[mine], mm_token_type_ids[mine], grids, mask))
+            first += count
+        positions, deltas = zip(*rows, strict=True)
+        return torch.cat(positions, dim=1), torch.cat(deltas)
+
+    HunYuanVLModel.get_rope_index = by_row
+
+
+def _ernie4_5_vl_moe(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    """Experts in all layers but the first, of which visual tokens have some of their own."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}
+    experts = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": [32, 16], "moe_num_shared_experts": 1}
+    words = _text("ernie4_5_vl_moe_text", overrides, vocabulary, rope_parameters=rope, **experts)
+    return transformers.Ernie4_5_VLMoeConfig(
+        vision_config={"depth": 4, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "patch_size": 8},
+        text_config=words.to_dict(),
+        tie_word_embeddings=False,
+        **{f"{name}_id": token for name, token in _ids("ernie4_5_vl_moe").items()},
+    )
+
+
+def _ernie_processor() -> ProcessorMixin:
+    """Clips as the language model is shown them, without times drawn into frames, for which a font would be downloaded."""
+    grid = {"patch_size": 8, "merge_size": 2}
+    small = {"size": {"shortest_edge": 1024, "longest_edge": 16384}}
+    return _real(
+        "ernie4_5_vl_moe",
+        "Ernie4_5_VLMoeProcessor",
+        image_processor=_part("Ernie4_5_VLMoeImageProcessor", **grid, **small),
+        video_processor=_part(
+            "Ernie4_5_VLMoeVideoProcessor", do_sample_frames=False, draw_on_frames=False, **grid, **small
+        ),
+    )()
 
 
 def _video_llama_3(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
@@ -751,6 +853,18 @@ def _pixtral_processor(family: str, patch: int, merge: int) -> Callable[[], Proc
     )
 
 
+def _asked_for_types(build: Callable[[], ProcessorMixin]) -> Callable[[], ProcessorMixin]:
+    """A processor that gives token types and times of frames, which that of Cosmos 3 Edge leaves out unless it is asked, though
+    it needs the times."""
+
+    def asked() -> ProcessorMixin:
+        made = build()
+        made.return_mm_token_type_ids, made.videos_kwargs = True, {"return_metadata": True}
+        return made
+
+    return asked
+
+
 def _omni_pixels(family: str, name: str) -> Callable[[], ProcessorMixin]:
     """That of Qwen-Omni hears with a Whisper's extractor."""
     grid = {"patch_size": 8, "temporal_patch_size": 2, "merge_size": 2}
@@ -807,6 +921,14 @@ QWEN_TOKENS = {
     "video_token": "<|video_pad|>",
     "vision_start_token": "<|vision_start|>",
     "vision_end_token": "<|vision_end|>",
+}
+ERNIE_TOKENS = {
+    "image_token": "<|image@placeholder|>",
+    "image_start_token": "<|IMAGE_START|>",
+    "image_end_token": "<|IMAGE_END|>",
+    "video_token": "<|video@placeholder|>",
+    "video_start_token": "<|VIDEO_START|>",
+    "video_end_token": "<|VIDEO_END|>",
 }
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 QWEN_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
@@ -1031,6 +1153,38 @@ _TABLE: dict[str, Family] = {
     "qwen3_vl": Family(
         config=_qwen("qwen3_vl", "Qwen3VLConfig", QWEN3_TOWER, mrope_interleaved=True),
         processor=_qwen_pixels("qwen3_vl", "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 131072),
+        tokens=QWEN_TOKENS,
+        image=QWEN_IMAGE,
+        video="<|video_pad|>",
+        **QWEN_MEDIA,
+    ),
+    "cosmos3_edge": Family(
+        config=_cosmos3_edge,
+        processor=_asked_for_types(
+            _real(
+                "cosmos3_edge",
+                "Cosmos3EdgeProcessor",
+                image_processor=_part(
+                    "Cosmos3EdgeImageProcessor", size={"shortest_edge": 1024, "longest_edge": 16384}, patch_size=8
+                ),
+                video_processor=_part(
+                    "Cosmos3EdgeVideoProcessor",
+                    size={"shortest_edge": 1024, "longest_edge": 32768},
+                    patch_size=8,
+                    do_sample_frames=False,
+                ),
+            )
+        ),
+        tokens=QWEN_TOKENS,
+        image=QWEN_IMAGE,
+        video=QWEN_VIDEO,
+        mixed=True,
+        sizes=((112, 80), (64, 96)),
+        clip=(3, 64, 48),
+    ),
+    "cosmos3_omni": Family(
+        config=_qwen("cosmos3_omni", "Cosmos3OmniConfig", QWEN3_TOWER, mrope_interleaved=True),
+        processor=_qwen_pixels("cosmos3_omni", "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 131072),
         tokens=QWEN_TOKENS,
         image=QWEN_IMAGE,
         video="<|video_pad|>",
@@ -1266,6 +1420,20 @@ _TABLE: dict[str, Family] = {
         image="<image>\n",
         sizes=((60, 48), (30, 80)),
     ),
+    "granite_docling": Family(
+        config=_granite_docling,
+        processor=_real(
+            "granite_docling",
+            "GraniteDoclingProcessor",
+            image_processor=_part("GraniteDoclingImageProcessor", size=_square(48), max_patches=4),
+            image_seq_len=9,
+        ),
+        tokens=SPLIT_TOKENS,
+        image="<image>",
+        # two tiles and the whole, and one tile
+        sizes=((90, 48), (40, 44)),
+        extra_tokens=SPLIT_PLACES,
+    ),
     "mistral3": Family(
         config=_pixtral("mistral3", "Mistral3Config", "mistral", spatial_merge_size=2),
         processor=_pixtral_processor("mistral3", 4, 2),
@@ -1334,6 +1502,31 @@ _TABLE: dict[str, Family] = {
         image="<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
         sizes=((112, 80), (64, 96)),
         extra_tokens=("<|IMAGE_START|>", "<|IMAGE_END|>"),
+    ),
+    "hunyuan_vl": Family(
+        config=_hunyuan_vl,
+        processor=_real(
+            "hunyuan_vl",
+            "HunYuanVLProcessor",
+            image_processor=_part(
+                "HunYuanVLImageProcessor",
+                size={"shortest_edge": 1024, "longest_edge": 16384},
+                patch_size=8,
+                temporal_patch_size=1,
+                merge_size=2,
+            ),
+        ),
+        tokens={"image_token": "<img>", "image_start_token": "<img_start>", "image_end_token": "<img_end>"},
+        image="<img_start><img><img_end>",
+        sizes=((80, 64), (48, 64)),
+    ),
+    "ernie4_5_vl_moe": Family(
+        config=_ernie4_5_vl_moe,
+        processor=_ernie_processor,
+        tokens=ERNIE_TOKENS,
+        image="<|IMAGE_START|><|image@placeholder|><|IMAGE_END|>",
+        video="<|VIDEO_START|><|video@placeholder|><|VIDEO_END|>",
+        **QWEN_MEDIA,
     ),
     "video_llama_3": Family(
         config=_video_llama_3,
@@ -1525,13 +1718,16 @@ _TABLE: dict[str, Family] = {
 }
 
 _RELEASE = int(transformers.__version__.split(".")[1])
+if _RELEASE < 24:
+    # its processor failed on clips
+    del _TABLE["cosmos3_edge"]
 if _RELEASE < 23:
     # one came with 5.2x, the other was laid out otherwise
     del _TABLE["hyperclovax_vision_v2"], _TABLE["exaone4_5"]
     # thinkers were laid out otherwise, and are refused
     del _TABLE["qwen2_5_omni"], _TABLE["qwen3_omni_moe"]
     # these are newer
-    del _TABLE["lfm3_vl"], _TABLE["minicpmv4_7"], _TABLE["minicpm_ocr"], _TABLE["molmo2"]
+    del _TABLE["granite_docling"], _TABLE["lfm3_vl"], _TABLE["minicpmv4_7"], _TABLE["minicpm_ocr"], _TABLE["molmo2"]
 if _RELEASE < 20:
     # its tower took one size of tiles
     del _TABLE["minicpmv4_6"]
@@ -1788,6 +1984,11 @@ def behind(family: str) -> int:
     return int(family == "paligemma")
 
 
+def typed(family: str) -> list[tuple[str, int]]:
+    """Inputs with a type for every token, and that of text behind a prompt."""
+    return [("mm_token_type_ids", 0), ("moe_mm_token_type_ids", 0), ("token_type_ids", behind(family))]
+
+
 def visual_mask(family: str, model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
     """Which positions of `input_ids` are placeholders of pictures or clips, bool `[batch, length]`."""
     config = model.config
@@ -1803,7 +2004,7 @@ def _placeholder(family: str, modality: str) -> int | None:
     ids = _ids(family)
     if family == "molmo2":
         return int(tokenizer(family).convert_tokens_to_ids(MOLMO_PATCH))
-    if "video_start_token" in ids:
+    if family.startswith("glm"):
         return ids["image_token"]
     if "context_image_token" in ids:
         return ids["context_image_token"] if modality == "image" else None
@@ -1840,6 +2041,10 @@ _PER_ITEM = {
 def _tokens_per_item(family: str, modality: str, values: dict[str, Any], pixels: torch.Tensor, total: int) -> list[int]:
     """How many placeholders every picture or clip of the batch fills, in order (for InternVL: every tile)."""
     grids = values.get(f"{modality}_grid_thw")
+    if family == "hunyuan_vl":
+        return [h // 2 * (w // 2 + 1) + 2 for _, h, w in values["image_grid_thw"].tolist()]
+    if grids is not None and family == "ernie4_5_vl_moe" and modality == "video":
+        return (grids.prod(-1) // 8).tolist()
     if grids is not None:
         return (grids.prod(-1) // values.get(f"{modality}_merge_sizes", torch.tensor(2)) ** 2).tolist()
     if (grids := values.get(f"{modality}_grids")) is not None:
@@ -1878,7 +2083,11 @@ def single(family: str, batch_inputs: BatchFeature | dict[str, Any], row: int) -
         if name is None or token is None:
             continue
         pixels, counts = values[name], (ids == token).sum(-1).tolist()
-        if pixels.ndim == 5 and family in ("smolvlm", "idefics3"):  # [batch, tiles, ...], filled up with empty tiles
+        if pixels.ndim == 5 and family in (
+            "smolvlm",
+            "idefics3",
+            "granite_docling",
+        ):  # [batch, tiles, ...], filled up with empty tiles
             tiles = counts[row] // processor(family).image_seq_len
             if tiles:
                 result.update({key: values[key][row : row + 1, :tiles] for key in values if key.startswith("pixel_")})

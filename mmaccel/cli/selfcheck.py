@@ -192,14 +192,16 @@ def build(name: str, device: str = "cpu", dtype: Any = None) -> tuple[Any, dict[
     model = AutoModelForImageTextToText.from_config(make_config(table["config"]), dtype=torch.float32)
     model.generation_config = GenerationConfig(pad_token_id=0)
     visual = [token] * table["tokens"]
-    # Omni models tell text from pictures by ids alone
-    typed = issubclass(families()[name], ThreeAxes) and "omni" not in name
+    family = families()[name]
+    typed = issubclass(family, ThreeAxes) and family.typed
     if typed or "image_grid_thw" in pixels:
         visual = [START, *visual, END]
     ids = torch.tensor([[1, *range(10, 20), *visual, *range(20, 30)]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **pixels}
     if typed:
         inputs["mm_token_type_ids"] = (ids == token).long()
+    # marks around a picture count to it
+    inputs |= {kind: torch.isin(ids, torch.tensor([token, START, END])).long() for kind in family.by_token}
     return model.eval().to(device, dtype), {
         key: value.to(device, dtype) if value.is_floating_point() else value.to(device) for key, value in inputs.items()
     }
@@ -212,7 +214,7 @@ def _integers(name: str, values: list[Any]) -> Tensor:
     given = torch.tensor(values)
     if name == "image_position_ids":  # column and row of every patch, from the number of rows and of columns
         return torch.cartesian_prod(*(torch.arange(count) for count in values)).flip(1)[None]
-    if name == "pixel_attention_mask":  # from the number of patches of every tile
+    if name == "pixel_attention_mask" and given.dtype != torch.bool:  # from the number of patches of every tile
         return (torch.arange(values[0]) < given[:, None]).int()
     if name == "image_token_pooling":  # the 2 by 2 patches of every token, from the number of crops, rows and columns
         crops, rows, columns = values

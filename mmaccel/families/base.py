@@ -22,14 +22,17 @@ JOINED = "is read behind several layers, whose tokens must be the same"
 WINDOWS = "has sliding windows, which count places of the whole prompt"
 #: the same for prompts whose tokens look ahead, which also keeps dropped ones from coming back
 BOTH_WAYS = "lets tokens of a prompt attend to each other both ways"
-#: text models whose RoPE turns neighbours instead of halves, leaves layers or channels out, or differs between layers
+#: text models whose RoPE turns neighbours instead of halves, leaves layers or channels out, differs between layers, or comes
+#: before norms
 _OTHER_ROPE = (
     "cohere",
     "cohere2",
+    "ernie4_5_vl_moe_text",
     "exaone4",
     "gemma3_text",
     "gemma4_text",
     "gemma4_unified_text",
+    "hunyuan_vl_text",
     "lfm3",
     "qwen3_5_moe_text",
     "qwen3_5_text",

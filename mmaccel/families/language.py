@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -45,6 +45,15 @@ class LanguageModel:
     masks_above: ClassVar[bool] = False
     #: the position of the first token
     first_position: ClassVar[int] = 0
+    #: arguments of the text model and its layers with a number for every token, ``[B, q]``, such as its type
+    by_token: ClassVar[tuple[str, ...]] = ()
+    #: whether positions number the pictures of a conversation, which a kept cache does not know
+    numbers_pictures: ClassVar[bool] = False
+
+    @property
+    def axes(self) -> int:
+        """Axes of positions, beside one that only counts tokens."""
+        return 1
 
     @property
     def depth(self) -> int:
@@ -132,6 +141,10 @@ class LanguageModel:
     def last_norm(self) -> nn.Module:
         """The norm behind the last layer of the language model."""
         return first_of(self.text, "norm", "embedding_norm")
+
+    def of_tokens(self, given: Mapping[str, Any], pick: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """The arguments :attr:`by_token` among those ``given``, of the tokens that ``pick`` takes of ``[B, q]``."""
+        return {name: pick(x) for name in self.by_token if isinstance(x := given.get(name), Tensor)}
 
     def deep_features(self, kwargs: Mapping[str, Any]) -> tuple[Tensor, list[Tensor]] | None:
         """DeepStack features in the arguments of the language model's call: their places ``[B, S]`` bool, and the

@@ -21,6 +21,8 @@ class ThreeAxes(Family):
     behind cached ones.
     """
 
+    #: whether types of tokens say where pictures are
+    typed: ClassVar[bool] = True
     #: the arguments that say how large pictures and clips are
     sized_by: ClassVar[tuple[str, ...]] = ("image_grid_thw", "video_grid_thw")
 
@@ -41,6 +43,23 @@ class ThreeAxes(Family):
             ids, **{**given, "mm_token_type_ids": types, "attention_mask": mask}
         )[0]
         return positions
+
+    @property
+    def axes(self) -> int:
+        """Time, height and width."""
+        return 3
+
+    def behind(self, new: Tensor, start: Tensor, mask: Tensor | None, before: Tensor | None) -> Tensor:
+        """:meth:`new_positions` ``[axes, B, q]`` of tokens that follow a cache, whose text goes on at ``start [B]``.
+
+        ``mask [B, q]`` is False for padding; ``before [B, seen]`` are the ids in the cache, None where the call does not give
+        them.
+        """
+        return new + start[None, :, None]
+
+    def in_generate(self, text: Tensor, new: Tensor | None = None) -> Tensor:
+        """Position ids of ``generate``, from those of text ``[1, B, S]`` and, with new pictures, all axes ``[axes, B, S]``."""
+        return text if new is None else torch.cat([text.to(new).expand(1, *new.shape[1:]), new])
 
     def wrappers(self) -> list[tuple[Any, str, Wrapper]]:
         """The model's functions that compute positions."""
@@ -83,9 +102,8 @@ def _continue_generate(
         if state is not None and not pictures:
             whole = (ids if mask is None else mask).shape[1]
             new = next_positions(state, max(whole - seen, 1))
-            return torch.cat([new.new_zeros(1, new.shape[1], whole - new.shape[2]), new], dim=-1).to(
-                inputs_tensor.device
-            )
+            padded = torch.cat([new.new_zeros(1, new.shape[1], whole - new.shape[2]), new], dim=-1)
+            return family.in_generate(padded.to(inputs_tensor.device))
         if before and state is None:
             if pictures:
                 raise UnsupportedError(
@@ -97,12 +115,13 @@ def _continue_generate(
         # transformers 5.17 would continue with `rope_deltas` here
         text = GenerationMixin._prepare_position_ids_for_generation(family.model, inputs_tensor, model_kwargs)[None]
         if not pictures:
-            return text
-        new = family.new_positions(new_ids, types, _after(mask, seen), model_kwargs)
+            return family.in_generate(text)
+        mask_behind = _after(mask, seen)
+        new = family.new_positions(new_ids, types, mask_behind, model_kwargs)
         real = ids.new_full((len(ids),), seen) if mask is None else mask[:, :seen].sum(-1)
         start = (real if state is None else seen - state.offset).to(new.device)
-        vision = torch.cat([new.new_zeros(3, len(ids), seen), new + start[None, :, None]], dim=-1)
-        return torch.cat([text.to(vision).expand(1, *vision.shape[1:]), vision])
+        new = family.behind(new, start, mask_behind, ids[:, :seen])
+        return family.in_generate(text, torch.cat([new.new_zeros(len(new), len(ids), seen), new], dim=-1))
 
     return positions
 
@@ -114,9 +133,10 @@ def _continue_forward(
     def positions(*args: Any, **kwargs: Any) -> Tensor | None:
         call, cache = current(), cache_in(kwargs)
         ids, embeds, types = kwargs.get("input_ids"), kwargs.get("inputs_embeds"), kwargs.get("mm_token_type_ids")
-        if call is None or cache is None or embeds is None:
+        tokens = ids if embeds is None else embeds
+        if call is None or cache is None or tokens is None:
             return original(*args, **kwargs)
-        length, seen, state = embeds.shape[1], cache.get_seq_length(), call.continued(cache)
+        length, seen, state = tokens.shape[1], cache.get_seq_length(), call.continued(cache)
         types = types[:, -length:] if types is not None else None
         pictures = family.has_pictures(kwargs, ids, types)
         if not seen:
@@ -126,10 +146,13 @@ def _continue_forward(
         text_only = getattr(cache, "mmaccel_text", False)
         if pictures and ids is not None and (state is not None or text_only):
             mask = kwargs.get("attention_mask")
-            new = family.new_positions(ids, types, None if mask is None else mask[:, -length:], kwargs)
-            return new + (seen if state is None else (seen - state.offset).to(new.device)[:, None])
+            mask = None if mask is None else mask[:, -length:]
+            new = family.new_positions(ids, types, mask, kwargs)
+            if state is None:
+                return family.behind(new, new.new_full((len(ids),), seen), mask, ids[:, :0])
+            return family.behind(new, (seen - state.offset).to(new.device), mask, None)
         if state is not None:
-            return next_positions(state, length).expand(3, -1, -1).to(embeds.device)
+            return next_positions(state, length).expand(family.axes, -1, -1).to(tokens.device)
         return None if text_only else original(*args, **kwargs)
 
     return positions

@@ -18,6 +18,7 @@ from .tower import EncoderCall
 class _Thinker(ThreeAxes):
     """Positions are computed from ids and lengths of sounds, without token types."""
 
+    typed = False
     hears = True
 
     def heard(self, ids: Tensor) -> Tensor:

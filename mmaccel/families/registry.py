@@ -37,6 +37,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), _SPEAKS),
     "llama4": "three of four layers attend within chunks of the prompt, counted over stored tokens",
     "nemotron_h_omni": _STATES,
+    "phi4_multimodal": "the language model puts pictures into its own input, so no call stands between the two",
     "qwen4_exp": _CHOOSING,
 }
 

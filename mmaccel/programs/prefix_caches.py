@@ -141,7 +141,7 @@ def continued(
     pictures, clips = chat.pictures[len(begun.media.pictures) :], chat.clips[len(begun.media.clips) :]
     if pictures or clips:
         ahead = None if state is None else state.positions.ahead
-        if state is None or (ahead is not None and bool(ahead.any())):
+        if family.numbers_pictures or state is None or (ahead is not None and bool(ahead.any())):
             return None
         shown = [{"type": "image"}] * len(pictures) + [{"type": "video"}] * len(clips)
         alone = encode(processor, [Chat(({"role": "user", "content": shown},), pictures, clips)])
@@ -154,7 +154,7 @@ def continued(
         feed |= {name: x for name, x in alone.items() if not (isinstance(x, Tensor) and x.shape[:2] == tokens)}
     else:
         positions = family.model._prepare_position_ids_for_generation(ids, dict(inputs))
-        positions = positions[-3:] if positions.dim() == 3 else positions
+        positions = positions[-family.axes :] if positions.dim() == 3 else positions
         feed["position_ids"] = positions
         if state is not None and (offset := state.positions.offset) is not None:
             begin = positions.reshape(-1, *positions.shape[-2:])[0, :, begun.tokens]

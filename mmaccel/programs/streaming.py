@@ -32,7 +32,7 @@ from ..video.clip import as_frames, as_rate
 from .model_lock import model_lock
 
 #: inputs that have an entry for every token of the prompt
-_PER_TOKEN = ("input_ids", "mm_token_type_ids")
+_PER_TOKEN = ("input_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 class _Stream:

@@ -503,7 +503,7 @@ def _first_pass(
     method: PreviewMethod, call: Call[ModelPlan], prompt: Prompt, text: TextInputs
 ) -> Mapping[str, torch.Tensor]:
     positions = positions_everywhere(prompt, text.arguments.get("position_ids"), text.embeds.device)
-    return lookahead.first_pass(call, prompt, method, text.embeds, text.planes, positions)
+    return lookahead.first_pass(call, prompt, method, text, positions)
 
 
 def _draft_reads(

@@ -115,7 +115,7 @@ def test_what_is_evicted_is_hidden_from_then_on(family: str, name: str) -> None:
 
     feed = {**talk.whole, "input_ids": sequences[:, :-1]}
     grown = length - talk.ends[-1]
-    for key, fill in (("attention_mask", 1), ("mm_token_type_ids", 0), ("token_type_ids", zoo.behind(family))):
+    for key, fill in (("attention_mask", 1), *zoo.typed(family)):
         if key in feed:
             feed[key] = torch.nn.functional.pad(feed[key], (0, grown), value=fill)
     if family not in helpers.THREE_AXES:

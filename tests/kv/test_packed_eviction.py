@@ -89,7 +89,7 @@ def one_step(family: str, cache: Any, token: Tensor, **overrides: Any) -> Tensor
         visible = torch.nn.functional.pad(there[number], (0, 1), value=True)
         layer.self_attn.visible = visible.repeat_interleave(heads // visible.shape[1], dim=1)[:, :, None]
     position = (state.seen - state.positions.offset)[:, None]
-    position = position.expand(3, -1, -1) if family in helpers.THREE_AXES else position
+    position = helpers.on_axes(family, position)
     return model(input_ids=token[:, None], past_key_values=plain, position_ids=position).logits[:, -1]
 
 

@@ -36,7 +36,7 @@ PACKED = tuple(
 #: those with positions in three axes
 THREE_AXES = tuple(name for name in FAMILIES if issubclass(families()[name], ThreeAxes))
 #: packed towers that are given patches row by row
-RASTER = ("paddleocr_vl",)  # by choice: said anew, beside the adapters
+RASTER = ("paddleocr_vl", "hunyuan_vl")  # by choice: said anew, beside the adapters
 #: one representative of each mechanism, where all of them would be a slow test
 SHORT = ("llava", "llava_next", "qwen2_5_vl", "qwen3_vl")
 TOLERANCE = 2e-5
@@ -85,6 +85,23 @@ def ending_in_a_picture(family: str, kind: str = "image") -> Inputs:
     end = int(zoo.visual_mask(family, model(family), feed["input_ids"])[0].nonzero()[-1]) + 1
     ids = feed["input_ids"]
     return {name: x[:, :end] if x.shape[:2] == ids.shape else x for name, x in feed.items()}
+
+
+def has_block(family: str, feed: Inputs) -> Tensor:
+    """Which visual tokens of a prompt of pictures stand for patches, ``[n]`` bool; the others are marks."""
+    visual = zoo.visual_mask(family, model(family), feed["input_ids"])
+    if family != "hunyuan_vl":
+        return torch.ones(int(visual.sum()), dtype=torch.bool)
+    stands = []
+    for _, h, w in feed["image_grid_thw"].tolist():
+        rows = functional.pad(torch.ones(h // 2, w // 2), (0, 1)).flatten()
+        stands.append(functional.pad(rows, (1, 1)).bool())
+    return torch.cat(stands)
+
+
+def on_axes(family: str, positions: Tensor) -> Tensor:
+    """Positions ``[B, q]`` of text as the language model takes them: on all axes, where it has some."""
+    return positions.expand(family_of(model(family)).axes, -1, -1) if family in THREE_AXES else positions
 
 
 def recipe_of(name: str, family: str = "", retain: float | None = 0.3, **options: Any) -> mmaccel.Recipe:
@@ -141,7 +158,7 @@ def follow(first: Inputs, out: Any, second: Inputs) -> tuple[Inputs, Inputs]:
             [first["attention_mask"], torch.ones_like(answer), second["attention_mask"]], dim=1
         ),
     }
-    for name in {"mm_token_type_ids", "token_type_ids"} & (set(first) | set(second)):
+    for name in {"mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids"} & (set(first) | set(second)):
         parts = [feed.get(name, torch.zeros_like(feed["input_ids"])) for feed in (first, second)]
         behind = int(name == "token_type_ids" and any(map(_attends_both_ways, (first, second))))
         # two prompts that attend both ways would see each other in one call

@@ -492,10 +492,9 @@ def continued(family: str, feed: Any, forced: Tensor) -> dict[str, Any]:
     more = forced[:, :-1]
     new = dict(feed, input_ids=torch.cat([feed["input_ids"], more], dim=1))
     new["attention_mask"] = torch.cat([feed["attention_mask"], torch.ones_like(more)], dim=1)
-    if "mm_token_type_ids" in feed:
-        new["mm_token_type_ids"] = torch.cat([feed["mm_token_type_ids"], torch.zeros_like(more)], dim=1)
-    if "token_type_ids" in feed:
-        new["token_type_ids"] = torch.cat([feed["token_type_ids"], torch.full_like(more, zoo.behind(family))], dim=1)
+    for name, kind in zoo.typed(family):
+        if name in feed:
+            new[name] = torch.cat([feed[name], torch.full_like(more, kind)], dim=1)
     return new
 
 

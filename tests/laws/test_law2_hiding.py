@@ -25,6 +25,10 @@ NAMES = (*TOKENS, *KEYS)
 DROPPING = (*oracle.methods_that_drop(ProjectorMethod, LayerMethod), *KEYS)
 
 
+#: bare models that transformers cannot let generate without a cache: types of tokens do not grow with the answer
+NEEDS_A_CACHE = ("ernie4_5_vl_moe",)  # by choice: see above
+
+
 def square(*axes, names=NAMES, families=zoo.FAMILIES):
     """A case for every method on every family that has what it asks for, with every value of other axes."""
     return [
@@ -232,8 +236,7 @@ def test_a_picture_behind_a_turn_of_text(family, name):
     for key, middle in (
         ("input_ids", between),
         ("attention_mask", torch.ones_like(between)),
-        ("mm_token_type_ids", torch.zeros_like(between)),
-        ("token_type_ids", torch.full_like(between, zoo.behind(family))),
+        *((name, torch.full_like(between, kind)) for name, kind in zoo.typed(family)),
     ):
         if key in second:
             both[key] = torch.cat([first[key], middle, second[key]], dim=1)
@@ -309,7 +312,7 @@ def beams_are_hiding(family, name, kind, seed):
     return bool((ways != ways[:, :1]).any())
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.parametrize("family", [family for family in zoo.FAMILIES if family not in NEEDS_A_CACHE])
 def test_generating_without_a_cache(family):
     """Every step encodes nothing anew and reduces the same places again."""
     feed, model = zoo.inputs(family, "uneven"), oracle.subject(family)

@@ -12,7 +12,7 @@ import pytest
 import synthetic
 import torch
 import zoo
-from laws.helpers import PACKED, THREE_AXES
+from laws.helpers import PACKED, has_block, on_axes
 from torch import Tensor
 
 from mmaccel import Recipe, Stage, accelerated, get_method, register
@@ -157,7 +157,9 @@ def averaging_tower(family: str, merges: list[Merge], handles: list) -> list[Mer
             return None
         holder = at["holder"]
         at["order"] = order = holder.argsort(stable=True)
-        kwargs = dict(kwargs, position_embeddings=tuple(x[holder][order] for x in kwargs["position_embeddings"]))
+        kwargs = dict(kwargs)
+        if "position_embeddings" in kwargs:
+            kwargs["position_embeddings"] = tuple(x[holder][order] for x in kwargs["position_embeddings"])
         if adapter.one_call:
             # members of a group are of one picture, so that the mask stays what it is
             return (args[0][:, order], *args[1:]), kwargs
@@ -211,7 +213,7 @@ def test_merging_in_the_encoder_is_averaging_its_full_grid(family, kind, name, r
     oracle.close(got["inputs_embeds"][valid], wanted["inputs_embeds"][valid], what="embeddings")
     plain = oracle.at_the_door(bare, feed)
     oracle.apart(got["inputs_embeds"][visual], plain["inputs_embeds"][visual])
-    if family.startswith(("qwen3_vl", "qwen3_omni")):
+    if family.startswith(("qwen3_vl", "qwen3_omni", "cosmos3_omni")):
         for mine, theirs in zip(got["deepstack_visual_embeds"], wanted["deepstack_visual_embeds"], strict=True):
             oracle.close(mine, theirs, what="DeepStack features")
         oracle.apart(got["deepstack_visual_embeds"][-1], plain["deepstack_visual_embeds"][-1])
@@ -245,7 +247,7 @@ def test_the_door_keeps_one_token_of_each_group(family, kind, name):
 
     def change(kwargs):
         kwargs["inputs_embeds"] = torch.cat([settled, kwargs["inputs_embeds"][:, length:]], dim=1)
-        if family.startswith(("qwen3_vl", "qwen3_omni")):
+        if family.startswith(("qwen3_vl", "qwen3_omni", "cosmos3_omni")):
             # groups were smaller where DeepStack looked: what the door keeps is the mean of what they were
             kwargs["deepstack_visual_embeds"] = door["deepstack_visual_embeds"]
         return oracle.with_planes(kwargs, length, lambda plane: averaged(plane, owner, got.kept))
@@ -301,7 +303,7 @@ def looked(family, feed):
     return tokens.signals["features"][:, 0][celled], tokens.signals["keys"][:, 0][celled], kept, merges
 
 
-TAPPED = ("llava", *PACKED, *oracle.ONE_CALL, "internvl", "smolvlm")
+TAPPED = ("llava", *(name for name in PACKED if name in oracle.MERGING), *oracle.ONE_CALL, "internvl", "smolvlm")
 
 
 def asked(feed) -> VisionOutput:
@@ -326,7 +328,8 @@ def test_taps_behind_a_merge_see_the_full_grid(family):
             handle.remove()
     hidden = caught[0][0] if isinstance(caught[0], tuple) else caught[0]
     hidden = hidden[None] if hidden.dim() == 2 else hidden[:, int(adapter.has_cls) :]
-    wanted = adapter.to_tokens("image", asked(feed), [hidden])[kept[oracle.visual(family, feed)]]
+    found = kept[oracle.visual(family, feed)][has_block(family, feed)]
+    wanted = adapter.to_tokens("image", asked(feed), [hidden])[found]
     oracle.close(got, wanted, what="features")
 
 
@@ -349,7 +352,7 @@ def test_a_group_stands_where_its_merged_token_stood(family):
     stands = (holder == torch.arange(len(holder))).double().view(-1, tile)[:, cls:]
     wanted = adapter.to_tokens("image", asked(feed), [stands])
     assert set(wanted.tolist()) == {0.0, 1.0}, "blocks do not merge as one"
-    found = kept[oracle.visual(family, feed)]
+    found = kept[oracle.visual(family, feed)][has_block(family, feed)]
     assert not (found & (wanted == 0)).any()
     # half of nine tokens a tile is five, and what is over half of the picture merges at the door
     assert family == "smolvlm" or torch.equal(found, wanted > 0)
@@ -389,12 +392,13 @@ def test_paper_positions_are_a_fresh_short_prompt(family, name, kind):
     for row, kept in enumerate(got.kept):
         embeds = torch.cat([full["inputs_embeds"][row, kept], table(forced[row, :-1])])[None]
         length = embeds.shape[1]
-        extra = {}
+        after = torch.zeros(1, length - int(kept.sum()), dtype=torch.long)
+        extra = door.of_tokens(feed, lambda x: torch.cat([x[row, kept][None], after], dim=1))  # noqa: B023
         if (deep := door.deep_features(full)) is not None:
             mine = slice(done, done + int(visual[row].sum()))
             stays = kept[visual[row]]
             there = torch.cat([visual[row, kept], torch.zeros(length - int(kept.sum())).bool()])[None]
-            extra = door.deep_arguments(there, [features[mine][stays] for features in deep[1]])
+            extra |= door.deep_arguments(there, [features[mine][stays] for features in deep[1]])
             done = mine.stop
         if door.masks_above:
             config, before = bare.config.get_text_config(), torch.ones(length, length, dtype=torch.bool).tril()
@@ -406,9 +410,7 @@ def test_paper_positions_are_a_fresh_short_prompt(family, name, kind):
                 masks[kind] = torch.zeros(1, 1, length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
             # where all layers are of one kind they share a mask
             extra["attention_mask"] = masks if hasattr(config, "layer_types") else masks["full_attention"]
-        positions = torch.arange(length)[None] + door.first_position
-        if family in THREE_AXES:
-            positions = positions.expand(3, 1, -1)
+        positions = on_axes(family, torch.arange(length)[None] + door.first_position)
         out = oracle.text_model(bare)(inputs_embeds=embeds, position_ids=positions, use_cache=False, **extra)
         # those of Granite are divided by a number of its own, those of Gemma 4 capped
         logits = family_of(bare).logits(out.last_hidden_state)[0]

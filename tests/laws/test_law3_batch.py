@@ -23,6 +23,8 @@ METHODS = oracle.named(EncoderMethod, ProjectorMethod, LayerMethod, ChunkMethod,
 
 
 #: every method on every family that has what it asks for
+#: those whose newlines are parameters; of HunyuanVL they are products, whose equal rows this noise moves apart
+EVEN = [family for family in zoo.FAMILIES if family != "hunyuan_vl"]
 SQUARE = [(family, name) for family in zoo.FAMILIES for name in METHODS if oracle.fits(name, family)]
 
 
@@ -120,7 +122,7 @@ def test_rows_of_as_many_chunks_as_they_need(family, name, kind):
 
 
 @pytest.mark.full
-@pytest.mark.square(("family", "seed"), [(family, turn % 3) for turn, family in enumerate(zoo.FAMILIES)])
+@pytest.mark.square(("family", "seed"), [(family, turn % 3) for turn, family in enumerate(EVEN)])
 def test_whatever_products_round(family, seed):
     """Products that round otherwise in a batch than alone change nothing: copies tie, and all else has a margin."""
     with noisy(seed):
@@ -153,7 +155,7 @@ def test_the_choices_compared_have_a_margin(family, name):
 def padded_on_the_right(feed):
     """The same rows with their padding behind them."""
     mask, out = feed["attention_mask"].bool(), dict(feed)
-    for key in ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"):
+    for key in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
         if key in feed:
             out[key] = torch.zeros_like(feed[key])
             for row, real in enumerate(mask):

@@ -9,7 +9,7 @@ import pytest
 import synthetic
 import torch
 import zoo
-from laws.helpers import FAMILIES, SHORT, THREE_AXES, close, follow, generate, inputs, logits, model, recipe_of
+from laws.helpers import FAMILIES, SHORT, close, follow, generate, inputs, logits, model, on_axes, recipe_of
 from laws.test_bytes import held
 from torch import Tensor
 from torch.nn.functional import kl_div
@@ -77,8 +77,7 @@ def attends_to_what_is_stored(family: str, recipe: Recipe) -> Any:
             plain.layers[number] = copy.deepcopy(layer)
         position = (state.seen - state.positions.offset)[:, None]
         ours = tiny(input_ids=out.sequences[:, -1:], past_key_values=out.past_key_values).logits
-    if family in THREE_AXES:
-        position = position.expand(3, -1, -1)
+    position = on_axes(family, position)
     with torch.no_grad():
         theirs = tiny(input_ids=out.sequences[:, -1:], past_key_values=plain, position_ids=position).logits
     close(ours, theirs)

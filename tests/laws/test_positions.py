@@ -9,7 +9,17 @@ import pytest
 import synthetic
 import torch
 import zoo
-from laws.helpers import THREE_AXES, close, ending_in_a_picture, follow, generate, inputs, logits, model, recipe_of
+from laws.helpers import (
+    THREE_AXES,
+    close,
+    ending_in_a_picture,
+    follow,
+    generate,
+    inputs,
+    logits,
+    model,
+    recipe_of,
+)
 from torch import Tensor, nn
 
 import mmaccel
@@ -109,8 +119,13 @@ def test_what_cannot_be_is_refused(what: Any, positions: str, says: str) -> None
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    # positions of the omni models need the token behind a picture
-    [(f, kind) for f in THREE_AXES for kind in ("image", "video") if kind in zoo.kinds(f) and "omni" not in f],
+    # positions of Qwen-Omni need the token behind a picture, and ERNIE does not generate without a cache
+    [
+        (f, kind)
+        for f in THREE_AXES
+        for kind in ("image", "video")
+        if kind in zoo.kinds(f) and not (f.startswith("qwen") and "omni" in f) and f != "ernie4_5_vl_moe"
+    ],
 )
 def test_a_prompt_may_end_in_a_picture(family: str, kind: str) -> None:
     """Every axis goes on from its own end while an answer is generated, and all from the furthest in the next turn."""

@@ -21,6 +21,7 @@ from laws.helpers import (
     inputs,
     logits,
     model,
+    on_axes,
     recipe_of,
     stored,
     text_model,
@@ -28,7 +29,7 @@ from laws.helpers import (
 )
 
 import mmaccel
-from mmaccel import accelerated
+from mmaccel import UnsupportedError, accelerated
 from mmaccel.method import LayerMethod, ProjectorMethod
 
 #: every method that drops tokens, or keys at the end of a prompt
@@ -91,7 +92,7 @@ def after(
 
     whole = {**feed, "input_ids": reduced.sequences[:, :-1]}
     grown = length - kept["input_ids"].shape[1]
-    for key, fill in (("attention_mask", 1), ("mm_token_type_ids", 0), ("token_type_ids", zoo.behind(family))):
+    for key, fill in (("attention_mask", 1), *zoo.typed(family)):
         if key in kept:
             whole[key] = torch.nn.functional.pad(kept[key], (0, grown), value=fill)
     if family not in THREE_AXES:  # without positions these models count padding
@@ -190,7 +191,7 @@ def test_third_turn_and_a_picture_behind_text(family: str) -> None:
         kept, whole = follow(feed, first, words)
         middle = generate(tiny, kept, past_key_values=first.past_key_values)
         kept, whole = follow(whole, middle, second)
-        for key in set(kept) & set(second) - {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}:
+        for key in set(kept) & set(second) - {"input_ids", "attention_mask", *dict(zoo.typed(family))}:
             kept[key] = second[key]
         last = generate(tiny, kept, past_key_values=middle.past_key_values)
         once = generate(tiny, whole)
@@ -249,7 +250,7 @@ def test_forward_loop_equals_generate(family: str, method: str, given: str, kind
             extra: dict[str, Any] = {"attention_mask": mask} if given != "nothing" else {}
             if given == "positions":
                 at = (follows + step)[:, None]
-                extra["position_ids"] = at.expand(3, -1, -1) if family in THREE_AXES else at
+                extra["position_ids"] = on_axes(family, at)
             out = tiny(input_ids=token, past_key_values=mine, use_cache=True, **extra)
             steps.append(out.logits[:, -1])
     close(torch.stack(steps, dim=1), logits(expected))
@@ -293,8 +294,12 @@ def test_forward_with_a_new_picture(family: str, masked: bool, method: str) -> N
         whole, mine = follow(feed, silent, second)[1], cache()
         tiny(**feed, past_key_values=mine, use_cache=True)
         second["attention_mask"] = whole["attention_mask"] if masked else None
-        for name in {"mm_token_type_ids", "token_type_ids"} & set(second):
+        for name in set(dict(zoo.typed(family))) & set(second):
             second[name] = whole[name][:, -second["input_ids"].shape[1] :]
+        if tiny.mmaccel.family.numbers_pictures:
+            with pytest.raises(UnsupportedError, match="call generate with the ids of the whole conversation"):
+                tiny(**second, past_key_values=mine, use_cache=True)
+            return
         turned = tiny(**second, past_key_values=mine, use_cache=True).logits
         once = tiny(**whole).logits[:, -turned.shape[1] :]
     assert torch.equal(turned.isnan(), once.isnan())

@@ -32,7 +32,7 @@ def replayed(tiny: Any, family: str, feed: dict[str, Any], held: list[Tensor], r
 
     grown = length - prompt
     whole = {**feed, "input_ids": row[None, :-1]}
-    for key, fill in (("attention_mask", 1), ("mm_token_type_ids", 0), ("token_type_ids", zoo.behind(family))):
+    for key, fill in (("attention_mask", 1), *zoo.typed(family)):
         if key in feed:
             whole[key] = torch.nn.functional.pad(feed[key], (0, grown), value=fill)
     inside = oracle.first_layer(family, method) if method == "fastv" else 0

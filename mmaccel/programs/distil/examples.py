@@ -248,7 +248,8 @@ class Frozen:
     def _given(self, inputs: Mapping[str, Any], answer: Tensor) -> tuple[dict[str, Any], Layout, Tensor]:
         """Arguments of the text model for prompt and answer, the layout, and the last hidden states."""
         whole = dict(inputs)
-        for name, filler in (("input_ids", answer), ("attention_mask", 1), ("mm_token_type_ids", 0)):
+        types = (("mm_token_type_ids", 0), ("moe_mm_token_type_ids", 0))
+        for name, filler in (("input_ids", answer), ("attention_mask", 1), *types):
             if name in whole:
                 more = filler if isinstance(filler, Tensor) else torch.full_like(answer, filler)
                 whole[name] = torch.cat([whole[name], more], dim=1)

@@ -33,7 +33,7 @@ from .questions import VideoQuestion
 Record = dict[str, Any]
 
 #: inputs that have an entry for every token of the prompt
-_PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
+_PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 @dataclass

@@ -39,8 +39,13 @@ class Subsequence:
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a layer that follow the tokens; a tower without boundaries has a mask, which its attention
         is not given."""
-        bounds = {"cu_seqlens": self.bounds(given["cu_seqlens"])} if "cu_seqlens" in given else {}
-        return {"position_embeddings": self.rotary(given["position_embeddings"]), **bounds}
+        changed: dict[str, Any] = {}
+        if "cu_seqlens" in given:
+            changed["cu_seqlens"] = self.bounds(given["cu_seqlens"])
+        # towers with learned positions add them in front
+        if "position_embeddings" in given:
+            changed["position_embeddings"] = self.rotary(given["position_embeddings"])
+        return changed
 
     def rotary(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Rotary positions ``[S0, d]`` of the tokens that are left."""

@@ -177,6 +177,7 @@ def _arguments(piece: Piece, given: dict[str, Any]) -> dict[str, Any]:
     }
     if isinstance(positions := given.get("position_ids"), Tensor):
         mine["position_ids"] = positions[..., slots]
+    mine |= family.of_tokens(given, lambda x: x[:, slots])
     if (deep := family.deep_features(given)) is not None:
         visual, features = deep
         inside = torch.zeros_like(visual)

@@ -213,7 +213,8 @@ class Reader:
 
     def _cut(self, dropped: int) -> None:
         """Cut the last ``dropped`` tokens off the arguments."""
-        for name in ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"):
+        types = "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"
+        for name in ("attention_mask", "position_ids", *types):
             value = self.arguments.get(name)
             if dropped and isinstance(value, Tensor):
                 self.arguments[name] = value[..., :-dropped]

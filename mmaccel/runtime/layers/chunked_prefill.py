@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...core.chunks import Chunks, Join, Span
 from ...core.precision import without_autocast
+from ...families.base import Family
 from ...kv import chunked_prefill as cached
 from ...kv.cache import CacheState
 from ...kv.positions import NextPositions
@@ -124,6 +125,7 @@ def _place(prompt: Prompt, now: Chunks, chosen: Tensor, moves: Tensor, text: Tex
     )
     kwargs["inputs_embeds"] = embeds[row, at]
     kwargs["position_ids"] = (given - moves.view(given.shape).to(given.device))[..., row, at]
+    kwargs |= prompt.plan.family.of_tokens(kwargs, lambda x: x[row.to(x.device), at.to(x.device)])
     if planes:
         features = [plane[row, places].flatten(0, 1)[spots] for plane in planes]
         kwargs |= prompt.plan.family.deep_arguments(seen.bool(), features)
@@ -238,7 +240,9 @@ class ChunkedPrefill(Run):
         self._reduce(now, into, layer, hidden)
         stays = prompt.total.kept[now.row[:, None], now.places.clamp(min=0)]
         self._now, how = now.join(stays, into)
-        prompt.begin(layer, self._now.places, self._now.padded, hidden.device, **_arguments(how, arguments))
+        prompt.begin(
+            layer, self._now.places, self._now.padded, hidden.device, **_arguments(prompt.plan.family, how, arguments)
+        )
         if state is not None:
             cached.join(state, layer, how, prompt.incoming.phase(layer))
         self._positions = how.to(self._positions.device).pick(self._positions)
@@ -276,10 +280,10 @@ class ChunkedPrefill(Run):
         prompt.reduced(self.stage.number, layer, total, units, signals)
 
 
-def _arguments(how: Join, given: dict[str, Any]) -> dict[str, Any]:
+def _arguments(family: Family, how: Join, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the layers above that have a row for every chunk: positions, and cosines and sines, of which one row may
     serve all."""
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = family.of_tokens(given, lambda x: how.to(x.device).pick(x))
     if given.get("position_embeddings") is not None:
         arguments["position_embeddings"] = tuple(how.to(x.device).pick(x) for x in given["position_embeddings"])
     if isinstance(positions := given.get("position_ids"), Tensor):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...core.precision import without_autocast
 from ...core.reduction import Reduction
@@ -72,7 +73,8 @@ def keep_dropped(
     memory = shared.memory(ReactivationMemory) or shared.keep(ReactivationMemory(candidates[:, :0].bool()))
     if number == min(prompt.plan.stage_at_layer):
         memory.note(candidates.bool(), prompt.seen)
-    planes = {"hidden": rows_at(hidden, at), **_position_planes(arguments, at)}
+    types = prompt.plan.family.of_tokens(arguments, lambda x: x.gather(1, at.to(x.device)))
+    planes = {"hidden": rows_at(hidden, at), **_position_planes(arguments, at), **types}
     memory.add(number, Parked(where.int(), dropped.sum(1), planes), stayed.bool(), prompt.seen)
 
 
@@ -169,7 +171,9 @@ class Reactivation(Run):
             self._back, forward.arguments = None, []
             return new
         forward.incoming.phases.append((first, own.behind(back.places, back.lengths)))
-        self._back, forward.arguments = back, [LayerArguments(_arguments(back, arguments))]
+        # the new ones are text, of type 0
+        types = forward.plan.family.of_tokens(back.planes, lambda x: pad(x, (0, forward.length)))
+        self._back, forward.arguments = back, [LayerArguments({**_arguments(back, arguments), **types})]
         return torch.cat([back.planes["hidden"], new], dim=1)
 
     def _recalled(self, method: ReactivatingMethod, count: Tensor, device: torch.device) -> Tensor:

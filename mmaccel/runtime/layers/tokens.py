@@ -144,7 +144,7 @@ class LayerTokens(Run):
         chosen, padded = prompt.compacted(reduction.kept)
         slots, places = to_device_packed(hidden.device, slots, chosen.clamp(min=0))
         at = slots.gather(1, places)
-        replaced: dict[str, Any] = {}
+        replaced: dict[str, Any] = prompt.plan.family.of_tokens(previous, lambda x: x.gather(1, at.to(x.device)))
         several = prompt.plan.family.rope_kind(number) is not None
         if previous.get("position_embeddings") is not None and not several:
             replaced["position_embeddings"] = tuple(

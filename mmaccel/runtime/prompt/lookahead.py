@@ -21,6 +21,7 @@ from ...method.results import figures_of
 from ..call.call import Call
 from ..call.forward import Prompt, rows_at, to_device_packed
 from ..call.plan import ModelPlan, PlannedStage
+from ..call.runs import TextInputs
 from . import draft
 from .preview import LayerReached, Preview, TextBehind, Visible
 
@@ -123,14 +124,14 @@ def first_pass(
     call: Call[ModelPlan],
     prompt: Prompt,
     method: PreviewMethod,
-    embeds: Tensor,
-    planes: list[Tensor],
+    text: TextInputs,
     positions: Tensor,
 ) -> dict[str, Tensor]:
     """Figures that ``method`` computes from the attention of its layer in a separate pass, by place ``[B, S]``.
 
-    embeds ``[B, S, D]`` and DeepStack's ``planes``, at all places; positions ``[..., B, S]``.
+    text : embeddings and DeepStack's planes, at all places. positions : ``[..., B, S]``.
     """
+    embeds, planes = text.embeds, text.planes
     chosen, padded = prompt.compacted(prompt.total.kept)
     device, (visual, _) = embeds.device, prompt.kinds(chosen)
     at, real, seen, slots = to_device_packed(device, chosen.clamp(min=0), chosen >= 0, visual, prompt.slots(chosen))
@@ -140,6 +141,7 @@ def first_pass(
         "position_ids": positions[..., rows, at],
         "attention_mask": real if padded else None,
         "use_cache": False,
+        **prompt.plan.family.of_tokens(text.arguments, lambda x: x.gather(1, at.to(x.device))),
     }
     if planes:
         spots = true_last(visual.flatten()[None])[0, -int(visual.sum()) :].to(device)

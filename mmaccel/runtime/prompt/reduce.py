@@ -120,6 +120,7 @@ class WritePrompt(Run):
         whole = chosen.shape[1] == prompt.length and not padded
         text.embeds = embeds if whole else rows_at(embeds, left.at)
         arguments["position_ids"] = _positions(prompt, left, arguments.get("position_ids"), embeds.device)
+        arguments |= prompt.plan.family.of_tokens(arguments, lambda x: x.gather(1, left.at.to(x.device)))
         if planes:
             visual = left.visual.to(embeds.device, non_blocking=True)
             features = [rows_at(plane, left.at).flatten(0, 1)[left.spots] for plane in planes]

@@ -101,6 +101,11 @@ def read_again(
     places = places.gather(1, order)
     embeds = embeds.gather(1, order[..., None].expand_as(embeds))
     received: dict[int, Tensor] = {}
+
+    def types(start: int) -> dict[str, Tensor]:
+        part = order[:, start : start + policy.stretch]
+        return prompt.plan.family.of_tokens(arguments, lambda x: x.gather(1, part.to(x.device)))
+
     end = prompt.seen + prompt.length
     for start in range(0, places.shape[1], policy.stretch):
         mine = places[:, start : start + policy.stretch]
@@ -110,7 +115,7 @@ def read_again(
         stretch = RereadStretch(call, prompt, policy, received, places=at.masked_fill(~real, -1), span=span)
         made = stretch.hooks()
         try:
-            given = {"inputs_embeds": embeds[:, start : start + policy.stretch]}
+            given = {"inputs_embeds": embeds[:, start : start + policy.stretch], **types(start)}
             run_behind(call, prompt, stretch, at, arguments.get("position_ids"), given)
         finally:
             for hook in made:

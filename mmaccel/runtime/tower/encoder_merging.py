@@ -94,7 +94,8 @@ class EncoderMerging:
         if (merged := self._merged()) is None:
             return None
         merged.enter(self.layers.index(number) if number in self.layers else None)
-        if len(merged.place) == len(merged.owner) or not (hidden.dim() == 2 or self.towers.one_call):
+        packed = hidden.dim() == 2 or self.towers.one_call or "cu_seqlens" in kwargs
+        if len(merged.place) == len(merged.owner) or not packed:
             return None
         # a packed sequence: its boundaries and rotary positions follow the tokens that are left
         return args, {**kwargs, **Subsequence(merged.place).arguments(kwargs)}

@@ -226,8 +226,7 @@ def reuse_layer(
     if hidden.dim() == 3:
         first = first.view(-1, *hidden.shape[1:])
     else:
-        bounds = frames.whole.bounds(kwargs["cu_seqlens"])
-        given |= {"cu_seqlens": bounds, "position_embeddings": frames.whole.rotary(rotary)}
+        given |= frames.whole.arguments(kwargs)
     with layer.watched() as seen:
         output = whole(first, **given)
     computed = output[0] if isinstance(output, tuple) else output
