@@ -413,6 +413,21 @@ def test_doctor_reports(capsys):
     assert "families are ready" in doctor.render(report)
 
 
+def test_doctor_says_which_families_transformers_refuses_flash_attention(capsys):
+    """Those that loading refuses because of the model; of the others it misses the package, or a GPU."""
+    from transformers import AutoModelForImageTextToText
+
+    report, said = json.loads(output(capsys, "doctor", "--json")), output(capsys, "doctor")
+    listed = report["without_flash_attention"]
+    for name in zoo.FAMILIES:
+        config = zoo._family(name).config({}, len(zoo.tokenizer(name)))
+        with pytest.raises((ValueError, ImportError, RuntimeError)) as caught:
+            AutoModelForImageTextToText.from_config(config, attn_implementation="flash_attention_2")
+        assert (config.model_type in listed) == ("does not support Flash Attention 2" in str(caught.value)), name
+    assert "got_ocr2" in listed and "llava" not in listed
+    assert "GotOcr2ForConditionalGeneration; transformers refuses flash attention, load it with sdpa" in said
+
+
 def test_doctor_without_a_gpu_says_so_in_a_sentence(capsys, monkeypatch):
     import torch
 

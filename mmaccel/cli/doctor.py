@@ -72,6 +72,7 @@ def examine() -> dict[str, Any]:
     notes = _transformers(problems) if versions["transformers"] is not None else []
     if not (3, 11) <= sys.version_info[:2] < (3, 14):
         problems.append(f"Python {platform.python_version()} is not supported; use 3.11 to 3.13.")
+    families, without_flash = _families(problems)
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -79,7 +80,8 @@ def examine() -> dict[str, Any]:
         "torchvision_matches_torch": _torchvision(problems),
         "devices": _devices(),
         "triton": _triton(),
-        "families": _families(problems),
+        "families": families,
+        "without_flash_attention": without_flash,
         "refused": _refused(),
         "video": _video(),
         "vllm": _vllm(problems),
@@ -210,16 +212,18 @@ def _triton() -> dict[str, bool]:
     return {"imports": imports, "usable": available()}
 
 
-def _families(problems: list[str]) -> dict[str, str]:
-    """The model class of every family in this transformers, or why it cannot be imported."""
+def _families(problems: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The model class of every family in this transformers, or why it cannot be imported; and the model types that
+    transformers does not load with flash attention."""
     try:
         from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
         from ..families import families
     except Exception as error:
         problems.append(f"transformers cannot be imported ({first_line(error)}).")
-        return {}
+        return {}, []
     ready: dict[str, str] = {}
+    without_flash: list[str] = []
     for family in families().values():
         needed = missing(family.name)
         for kind in family.model_types:
@@ -227,11 +231,13 @@ def _families(problems: list[str]) -> dict[str, str]:
                 ready[kind] = f"not ready: needs {needed}"
                 continue
             try:
-                ready[kind] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[CONFIG_MAPPING[kind]].__name__
+                model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[CONFIG_MAPPING[kind]]
+                ready[kind] = model.__name__
+                without_flash += [] if model._supports_flash_attn else [kind]
             except Exception as error:
                 ready[kind] = f"not ready: {first_line(error)}"
                 problems.append(f"The model class of family {kind} cannot be imported ({first_line(error)}).")
-    return ready
+    return ready, without_flash
 
 
 def _refused() -> dict[str, str]:
@@ -262,7 +268,9 @@ def render(report: dict[str, Any]) -> str:
         state = "loads the plug-in mmaccel" if vllm["active"] else "DOES NOT load the plug-in mmaccel"
         state += "" if vllm["tested"] else ", and IS NOT a tested version"
         rows += [("vLLM", f"{vllm['version']} {state}"), *(("  serves", name) for name in vllm["architectures"])]
-    rows += [("family", f"{kind:<17} {state_of_family}") for kind, state_of_family in report["families"].items()]
+    for kind, state_of_family in report["families"].items():
+        sdpa = "; transformers refuses flash attention, load it with sdpa" * (kind in report["without_flash_attention"])
+        rows.append(("family", f"{kind:<17} {state_of_family}{sdpa}"))
     rows += [("refused", f"{kind:<17} {why}") for kind, why in report["refused"].items()]
     rows += [("note", note) for note in report["notes"]]
     rows += [("PROBLEM", problem) for problem in report["problems"]]
