@@ -200,7 +200,8 @@ def _join(a: Tensor, b: Tensor) -> Tensor:
     that lie side by side, of which MiniCPM-V makes one row, are joined there."""
     if a.ndim == 4 and a.shape[:3] == b.shape[:3] == (1, 3, 4):
         return torch.cat([a, b], dim=-1)
-    if a.ndim >= 4 and a.shape[1:] != b.shape[1:]:
+    # tiles of a row, or which of them are filled up
+    if (a.ndim >= 4 or a.dtype == torch.bool) and a.shape[1:] != b.shape[1:]:
         most = [max(sides) for sides in zip(a.shape[1:], b.shape[1:], strict=True)]
         a, b = (
             functional.pad(
