@@ -127,6 +127,7 @@ from .layers.holitom import HoliTomInner as HoliTomInner
 from .layers.homer import HOMER as HOMER
 from .layers.ivcprune import IVCPrune as IVCPrune
 from .layers.lazyllm import LazyLLM as LazyLLM
+from .layers.mcmoe import MCMoE as MCMoE
 from .layers.memvr import MemVR as MemVR
 from .layers.metok import METokPrune as METokPrune
 from .layers.mustdrop import MustDropFilter as MustDropFilter

@@ -17,6 +17,7 @@ from mmaccel.core.reduction import Links, Reduction
 from mmaccel.kv.codecs.fp8 import FP8
 from mmaccel.method import (
     EncoderMethod,
+    ExpertMethod,
     FrameChoice,
     FrameMergingMethod,
     KeyBatch,
@@ -388,6 +389,28 @@ class BeforeTheTower(Changed):
         return 0, layers
 
 
+class Upper(ExpertMethod):
+    """Right: experts with more than the mean weight."""
+
+    name = "laws-upper"
+
+    def layers(self, depth: int) -> range:
+        return range(depth)
+
+    def uses(self, weights: Tensor, hidden: Tensor, received: Tensor | None, real: Tensor) -> Tensor:
+        return weights >= weights.mean(-1, keepdim=True)
+
+
+class UpperDice(Upper):
+    def uses(self, weights: Tensor, hidden: Tensor, received: Tensor | None, real: Tensor) -> Tensor:
+        return torch.rand(weights.shape) < 0.5
+
+
+class UpperOfAll(Upper):
+    def uses(self, weights: Tensor, hidden: Tensor, received: Tensor | None, real: Tensor) -> Tensor:
+        return super().uses(weights, hidden, received, real) & (hidden.sum(-1) > hidden.mean())[..., None]
+
+
 class Nudge(RetracingMethod):
     """Right: half of the output becomes the mean visual token, when no token is far above the others."""
 
@@ -596,6 +619,8 @@ WRONG: list[tuple[Law, type[Method]]] = [
     (every.frames_left_keep_their_order, TwosWithoutTheFirst),
     (every.frames_left_keep_their_order, TwosSummed),
     (every.frames_left_keep_their_order, Never),
+    (every.uses_repeat, UpperDice),
+    (every.a_row_uses_what_it_uses_alone, UpperOfAll),
     (every.looks_repeat, NudgeDice),
     (every.a_row_looks_as_it_does_alone, NudgeOfAll),
     (every.some_forwards_are_uncertain, NudgeNever),
@@ -636,7 +661,7 @@ WRONG: list[tuple[Law, type[Method]]] = [
     (every.frames_are_chosen_within_the_budget, FramesOther),
     (every.frames_of_other_clips_do_not_matter, FramesBeyond),
 ]
-RIGHT: tuple[type[Method], ...] = (Low, Copies, Moved, Twos, Nudge, Changed, Halves, Norm, FP8, First)
+RIGHT: tuple[type[Method], ...] = (Low, Copies, Moved, Twos, Upper, Nudge, Changed, Halves, Norm, FP8, First)
 
 
 @pytest.mark.parametrize(("law", "kind"), [(law, kind) for kind in RIGHT for law in laws_of(kind)])

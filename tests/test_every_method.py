@@ -24,6 +24,7 @@ from mmaccel.kv.codecs.fp8 import FP8
 from mmaccel.kv.select import choose, rank
 from mmaccel.method import (
     EncoderMethod,
+    ExpertMethod,
     FrameMergingMethod,
     FramesMethod,
     KeyBatch,
@@ -492,6 +493,32 @@ def looks_in_half_precision(method: RetracingMethod) -> None:
         torch.testing.assert_close(got.float(), exact.float(), rtol=2e-2, atol=2e-2)
 
 
+def routed() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Weights of chosen experts ``[B, q, k]``, input of the experts ``[B, q, D]``, attention and real tokens ``[B, q]``."""
+    random = torch.Generator().manual_seed(5)
+    weights = torch.rand(2, 40, 4, generator=random).softmax(-1)
+    hidden, received = torch.randn(2, 40, 16, generator=random), torch.rand(2, 40, generator=random)
+    return weights, hidden, received, torch.arange(40) >= torch.tensor([0, 11])[:, None]
+
+
+def uses_repeat(method: ExpertMethod) -> None:
+    repeats(lambda: method.uses(*routed()), lambda: method.uses(*(x.flip(0) for x in routed())), routed)
+
+
+def a_row_uses_what_it_uses_alone(method: ExpertMethod) -> None:
+    """Whatever is in its padding; and some tokens skip some experts."""
+    given = routed()
+    weights, hidden, received, real = given
+    got = method.uses(*given)
+    assert got.shape == weights.shape and got.dtype == torch.bool and got.any() and not got[real].all()
+    for row in range(2):
+        lone = [x[row : row + 1, real[row]] for x in given]
+        assert torch.equal(method.uses(*lone)[0], got[row, real[row]])
+    other = method.uses(weights, hidden.masked_fill(~real[..., None], 1e4), received.masked_fill(~real, 9.0), real)
+    assert torch.equal(other[real], got[real]), "padding matters"
+    assert method.uses(weights, hidden, None, real).any(-1).all(), "a token behind the prompt has no expert left"
+
+
 # ------------------------------------------------------------------------------------------------------- inside the tower
 
 
@@ -847,6 +874,7 @@ LAWS: dict[type[Method], tuple[Law, ...]] = {
         a_part_is_computed,
     ),
     FrameMergingMethod: (frame_merges_repeat, frames_left_keep_their_order),
+    ExpertMethod: (uses_repeat, a_row_uses_what_it_uses_alone),
     RetracingMethod: (
         looks_repeat,
         a_row_looks_as_it_does_alone,

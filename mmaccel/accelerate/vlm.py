@@ -34,6 +34,7 @@ from ..runtime.call.plan import Kernels, ModelPlan, Offload, first_set
 from ..runtime.call.split_prefill import split_forward
 from ..runtime.call.vision_output import VisionOutput
 from ..runtime.graphs import captured
+from ..runtime.layers.experts import hook_experts
 from ..runtime.layers.retracing import hook_mlps
 from ..runtime.tower.attention import VISION
 from ..runtime.tower.encoder_merging import EncoderMerging, hook_features
@@ -162,11 +163,11 @@ class Accelerator(Handle):
             self.pruning = PatchPruning(plan, self._hook)
         if plan.reuse is not None:
             self.reuse = FrameReuse(plan, self._wrap)
-        _merge_and_rebuild(plan, self._hook)
         self.text = TextHooks(plan, make_runs, self.check_attached, self._hook)
         self._wrap(family.text, "forward", functools.partial(split_forward, plan))
-        for hooks in (hook_queries, hook_rotations, hook_mlps, hook_sounds, self.drafts.attach):
+        for hooks in (hook_queries, hook_rotations, hook_mlps, hook_sounds, _merge_and_rebuild, self.drafts.attach):
             hooks(plan, self._hook)
+        hook_experts(plan, self._hook, self._wrap)
         self._hook(inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
         for module in (model, inner):
             self._hook(module.register_forward_pre_hook(self._open, with_kwargs=True, prepend=True))

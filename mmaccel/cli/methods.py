@@ -251,6 +251,7 @@ def _needs(cls: Any) -> list[str]:
         "prompt attention": (layers and cls.observe is bases.LayerMethod.observe)
         or (policy and cls.observe is not bases.Policy.observe),
         "layer attention": layers and cls.observe is not bases.LayerMethod.observe,
+        "router weights": issubclass(cls, bases.ExpertMethod),
         "the next token behind every layer": issubclass(cls, bases.RetracingMethod),
         "attention of chunks": issubclass(cls, bases.ChunkMethod),
         "attention in a first pass": issubclass(cls, bases.PreviewMethod),

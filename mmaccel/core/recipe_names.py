@@ -107,6 +107,7 @@ RecipeName: TypeAlias = Literal[
     "look-m",
     "lserve",
     "magicdec",
+    "mcmoe",
     "meda",
     "memvr",
     "metok",

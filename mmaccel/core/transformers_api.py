@@ -84,6 +84,12 @@ def missing() -> list[str]:
 
 
 @functools.cache
+def experts_skip_tokens() -> bool:
+    """Whether the experts of a layer skip a token whose expert has the number behind the last."""
+    return _number(metadata.version("transformers")) >= (5, 23)
+
+
+@functools.cache
 def check() -> None:
     """Raise :class:`UnsupportedError` where the installed transformers lacks something that mmaccel needs."""
     if lacking := missing():

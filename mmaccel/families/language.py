@@ -123,6 +123,11 @@ class LanguageModel:
         """The output projection of the attention of a layer, or None."""
         return getattr(self.attention_in(layer), "o_proj", None)
 
+    def experts_in(self, layer: int) -> Any:
+        """The experts of a layer, which take the numbers and weights of those that a router chose; None without any."""
+        experts = getattr(mlp_of(self.text.layers[layer]), "experts", None)
+        return experts if hasattr(experts, "num_experts") else None
+
     def norm_in(self, layer: Any) -> nn.Module:
         """The norm before the attention of a layer of the language model."""
         return first_of(layer, "input_layernorm", "operator_norm")

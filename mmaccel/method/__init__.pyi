@@ -4,6 +4,7 @@ from .base import Grid, Method, ModelFacts, Site, Tap, TowerFacts
 from .chunks import ChunkMethod
 from .draft import Drafted, DraftMethod, DraftPolicy
 from .encoder import EncoderMethod, EncoderTokens
+from .experts import ExpertMethod
 from .frame_merging import FrameMergingMethod
 from .frames import FrameChoice, FramesMethod
 from .guided import AttentionGuided
@@ -33,6 +34,7 @@ __all__ = [
     "Drafted",
     "EncoderMethod",
     "EncoderTokens",
+    "ExpertMethod",
     "FrameChoice",
     "FrameMergingMethod",
     "FramesMethod",

@@ -110,6 +110,9 @@ class ModelFacts(TowerFacts, Protocol):
     def outgoing_in(self, layer: int) -> Any:
         """The output projection of the attention of a layer, or None."""
 
+    def experts_in(self, layer: int) -> Any:
+        """The experts of a layer, which take the numbers and weights of those that a router chose; None without any."""
+
 
 def closed_to_clips(family: ModelFacts) -> str | None:
     """The reason why no method can work between frames inside a tower, as the end of "the vision tower of ..."; or None."""

@@ -30,6 +30,7 @@ from ..method import (
     DraftMethod,
     DraftPolicy,
     EncoderMethod,
+    ExpertMethod,
     FrameMergingMethod,
     FramesMethod,
     LayerMethod,
@@ -87,6 +88,7 @@ from .call.runs import Run, TextInputs
 from .call.split_prefill import SplitPrefill
 from .layers import reactivation
 from .layers.chunked_prefill import ChunkedPrefill
+from .layers.experts import RankTokens, SkipExperts
 from .layers.reactivation import Reactivation
 from .layers.retracing import Retrace
 from .layers.tokens import LayerTokens, PrepareLayers
@@ -216,6 +218,7 @@ def _stages_by_kind(stages: tuple[PlannedStage[Any], ...]) -> dict[str, Any]:
         "reading": ReadingPolicy,
         "draft_policy": DraftPolicy,
         "retracing": RetracingMethod,
+        "skipping": ExpertMethod,
     }
     by_kind: dict[str, Any] = {name: next(iter(_of(kind, stages)), None) for name, kind in single.items()}
     return by_kind | {"projector": _of(ProjectorMethod, stages)}
@@ -399,6 +402,8 @@ def _runs_of_prompt(call: Call[ModelPlan], prompt: Prompt) -> Iterator[Run]:
             if isinstance(stage.method, ReactivatingMethod)
         }
         yield LayerTokens(call, prompt, reducer, prepared, keep)
+    if plan.skipping is not None:
+        yield (RankTokens if plan.skipping.method.ranks else SkipExperts)(prompt, plan.skipping.method)
     if chunks is not None:
         yield chunks
     policy, recall = None, _recall(prompt, state)
@@ -430,6 +435,8 @@ def _runs_behind(call: Call[ModelPlan], forward: Continuation) -> Iterator[Run]:
     if plan.reactivates and reactivation.may_return(plan, state):
         stages: Mapping[int, PlannedStage[Any]] = plan.stage_at_layer
         yield Reactivation(forward, stages)
+    if plan.skipping is not None:
+        yield SkipExperts(forward, plan.skipping.method)
     policy = None
     if plan.policy is not None and plan.policy.method.decodes and not call.inputs.reads_all:
         policy = _policy(call, forward, state)

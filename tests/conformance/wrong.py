@@ -20,6 +20,7 @@ from mmaccel.kv.codecs.base import Codec
 from mmaccel.method import (
     EncoderMethod,
     EncoderTokens,
+    ExpertMethod,
     FrameMergingMethod,
     FramesMethod,
     KeyBatch,
@@ -68,6 +69,9 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
 
     def retrace(self: RetracingMethod, hidden: Tensor, *others: Any) -> Tensor:
         return kind.retrace(self, hidden.roll(1, -1), *others)  # type: ignore[attr-defined,no-any-return]
+
+    def uses(self: ExpertMethod, weights: Tensor, *others: Any) -> Tensor:
+        return kind.uses(self, weights, *others).roll(1, -1)  # type: ignore[attr-defined,no-any-return]
 
     def match(self: EncoderMethod, tokens: EncoderTokens, remove: int) -> Tensor:
         def roll(x: Tensor) -> Tensor:
@@ -137,6 +141,8 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
         return {"merge": merge}
     if issubclass(kind, RebuildingMethod):
         return {"choose": choose_patches}
+    if issubclass(kind, ExpertMethod):
+        return {"uses": uses}
     if issubclass(kind, RetracingMethod):
         return {"is_uncertain": is_uncertain, "retrace": retrace}
     if issubclass(kind, EncoderMethod):

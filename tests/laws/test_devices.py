@@ -24,7 +24,7 @@ import zoo
 from torch import Tensor
 
 from mmaccel import Recipe, UnsupportedError, accelerated, get_recipe, prepare, recipes
-from mmaccel.method import FramesMethod, PreviewMethod, ReactivatingMethod, ReadingPolicy, RetracingMethod
+from mmaccel.method import ExpertMethod, FramesMethod, PreviewMethod, ReactivatingMethod, ReadingPolicy, RetracingMethod
 
 STEPS = 4
 FAMILIES = {
@@ -53,6 +53,8 @@ LAUNCHES = {
     "returning": (60, 4),
     # a layer that is read out passes the output head
     "retracing": (20, 20),
+    # tokens are ranked in every layer, and weights looked at in every step
+    "experts": (60, 24),
     # a pass of its own through layers, each of which costs what it costs
     "preview": (36, 0),
     "cache": (200, 8),
@@ -171,7 +173,7 @@ def agrees(family: str, kind: str, name: str, device: str) -> Ran:
 def sites(name: str) -> set[str]:
     """The sites of a recipe; `scheduled` for a cache that goes on evicting while it decodes, `reading` for one of which every
     step reads a part, `preview` for a method that has a pass of its own, `returning` for one whose tokens come back,
-    `retracing` for one that shows tokens again; `weights` with proportional attention."""
+    `retracing` for one that shows tokens again, `experts` for one that skips some; `weights` with proportional attention."""
     chosen = made(name)
     built = [stage.build() for stage in chosen.stages]
     weights = set() if chosen.proportional == "none" else {"weights"}
@@ -184,6 +186,8 @@ def sites(name: str) -> set[str]:
         if isinstance(one, PreviewMethod)
         else "returning"
         if isinstance(one, ReactivatingMethod)
+        else "experts"
+        if isinstance(one, ExpertMethod)
         else "retracing"
         if isinstance(one, RetracingMethod)
         else one.site

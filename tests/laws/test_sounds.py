@@ -251,6 +251,33 @@ def test_beams_hear_what_one_hears() -> None:
         oracle.close(got, oracle.decode(model, given, tokens)[0])
 
 
+@pytest.mark.parametrize("family", HEARING)
+def test_without_a_cache_sounds_are_encoded_again(family: str) -> None:
+    """At every step, and pruned alike; a later call has sounds of its own."""
+    given, model, forced = feed(family, "own"), oracle.subject(family), oracle.force(family, 1, 3)
+    with accelerated(model, "omnizip", retain=0.5):
+        wanted, _ = oracle.decode(model, given, forced)
+        got, _ = oracle.decode(model, given, forced, use_cache=False)
+        oracle.close(got, wanted)
+        other, _ = oracle.decode(model, feed(family, "picture"), forced)
+    oracle.apart(other, wanted)
+
+
+def test_a_second_turn_has_sounds_of_its_own() -> None:
+    """The kept cache holds those of the first."""
+    first, second, model = feed("qwen2_5_omni", "own"), feed("qwen2_5_omni", "sound"), oracle.subject("qwen2_5_omni")
+    with accelerated(model, "omnizip", retain=0.5, sounds=0.5):
+        out = helpers.generate(model, first)
+        answer = out.sequences[:, first["input_ids"].shape[1] :]
+        whole = torch.cat([first["input_ids"], answer, second["input_ids"]], dim=1)
+        given = {**second, "input_ids": whole, "attention_mask": torch.ones_like(whole)}
+        later = helpers.generate(model, given, past_key_values=out.past_key_values)
+        stats = model.mmaccel.stats()
+    heard_now = int(heard("qwen2_5_omni", second).sum())
+    assert later.sequences.shape[1] == whole.shape[1] + 4
+    assert stats["sound_tokens"] == heard_now > stats["sound_tokens_kept"] > 0
+
+
 def test_a_model_that_hears_nothing_is_refused() -> None:
     with (
         pytest.raises(UnsupportedError, match="llava models hear none"),

@@ -28,6 +28,7 @@ from mmaccel.merging.pool import Pool, window_grid
 from mmaccel.method import (
     EncoderMethod,
     EncoderTokens,
+    ExpertMethod,
     FrameMergingMethod,
     FramesMethod,
     KeyBatch,
@@ -137,6 +138,7 @@ def test_every_built_in_method_describes_itself() -> None:
             | FrameMergingMethod
             | RebuildingMethod
             | RetracingMethod
+            | ExpertMethod
             | Policy
             | Codec
             | FramesMethod,

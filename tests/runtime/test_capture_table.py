@@ -129,6 +129,7 @@ LINES: dict[str, list[Callable[..., dict[str, Any]]]] = {
     "`tokenselect` on packed keys": [lambda: run(of(TOKENSELECT, KIVI), "images")],
     "`lazyllm`": [lambda: run(of(("lazyllm-tokens", 0.3, {"layer": 1}), ("lazyllm-tokens", 0.2, {"layer": 2})))],
     "`memvr`": [lambda: run(of(("divprune", 0.3, {}), ("memvr", None, {})))],
+    "`mcmoe`": [lambda: run(of(("mcmoe", None, {})), family="qwen3_vl_moe")],
     "`dycoke-cache`": [lambda: run(of(("dycoke-cache", 0.3, {"layer": 2})))],
     "a text model with sliding windows": [
         lambda family=family, text=text: run(UNIFORM, family=family, text=text) for family, text in WINDOWED

@@ -66,14 +66,13 @@ class VisionState:
 
     taps : reads attention and features of the towers for methods.
     outputs : the pictures and clips that were encoded in this call. running : those that are being encoded.
-    sounds : where a method is guided by sounds, the attention that each of their tokens receives, ``[n]`` float32 of each
-        encoding.
+    sounds : where a method is guided by sounds, the attention that each token of those encoded last receives, ``[n]`` float32.
     """
 
     taps: TapReader
     outputs: dict[Modality, VisionOutput] = field(default_factory=dict)
     running: VisionOutput | None = None
-    sounds: list[Tensor] = field(default_factory=list)
+    sounds: Tensor | None = None
 
 
 @dataclass
@@ -197,8 +196,7 @@ class Call(Generic[P]):
             self.stats.kv_bytes_bare = bare_bytes(self.cache, config)
             self._note_offload()
         self.vision.outputs.clear()
-        self.vision.sounds.clear()
-        self.vision.running = self.cache = None
+        self.vision.running = self.vision.sounds = self.cache = None
         self.inputs, self.text = CallInputs(opened_by=self.inputs.opened_by), TextState()
         self.states.clear()
 

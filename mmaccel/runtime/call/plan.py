@@ -20,6 +20,7 @@ from ...method import (
     ChunkMethod,
     DraftPolicy,
     EncoderMethod,
+    ExpertMethod,
     FrameMergingMethod,
     LayerMethod,
     Method,
@@ -110,7 +111,7 @@ class ModelPlan(Plan):
         out of keys before they are packed; none where a recipe packs nothing.
     reading, draft_policy : the same stage as ``policy``, if it chooses the keys that layers read, or scores by a draft's text.
     reactivates : whether tokens that layers drop may come back.
-    retracing : the stage that shows visual tokens again between layers, or None.
+    retracing : the stage that shows visual tokens again between layers, or None. skipping : that by which tokens skip experts.
     choosers : names of methods that do nothing but choose frames.
     text_towers : by name, for methods that read the question with CLIP.
     offload : ``"host"`` where keys and values are kept in host memory; None for the device.
@@ -134,6 +135,7 @@ class ModelPlan(Plan):
     draft_policy: PlannedStage[DraftPolicy] | None = None
     reactivates: bool = False
     retracing: PlannedStage[RetracingMethod] | None = None
+    skipping: PlannedStage[ExpertMethod] | None = None
     choosers: tuple[str, ...] = ()
     offload: Offload | None = None
 

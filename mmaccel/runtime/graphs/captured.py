@@ -205,6 +205,8 @@ def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
         return f"{family.name} makes masks in front of its text model"
     if plan.retracing is not None:
         return f"{plan.retracing.method.name} reads every step out between layers"
+    if plan.skipping is not None:
+        return f"{plan.skipping.method.name} chooses experts anew in every step"
     reads = plan.reading is not None
     if policy is not None and policy.method.decodes and not (policy.method.scheduled or reads):
         return f"{policy.method.name} looks at the cache at every step"

@@ -95,7 +95,7 @@ class TokenReducer:
 
     def _of_sounds(self, units: Units, device: torch.device) -> Tensor:
         """The attention that each token of a sound receives, ``[N, n]``; NaN for visual tokens."""
-        known = torch.cat([torch.zeros(0, device=device), *(x.to(device) for x in self.vision.sounds)])
+        known = torch.zeros(0) if self.vision.sounds is None else self.vision.sounds
         heard = sum(len(one.places) for one in self.prompt.layout.sounds)
         if len(known) != heard:
             raise UnsupportedError(
@@ -103,7 +103,7 @@ class TokenReducer:
                 f"{len(known)}; pass the sounds that belong to exactly the new tokens of this call."
             )
         source, heard_ = to_device_packed(device, units.source.clamp(min=0), units.heard)
-        values = known[source * heard_] if len(known) else torch.zeros(source.shape, device=device)
+        values = known.to(device)[source * heard_] if len(known) else torch.zeros(source.shape, device=device)
         return values.masked_fill(~heard_.bool(), torch.nan)
 
     def _batch(

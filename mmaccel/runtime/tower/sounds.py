@@ -24,12 +24,12 @@ def hook_sounds(plan: ModelPlan, hook: Callable[..., None]) -> None:
     def attend(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if (call := current(plan)) is not None:
             given = dict(zip(("hidden_states", "cu_seqlens"), args, strict=False)) | kwargs
-            call.vision.sounds.append(_received(module, given["hidden_states"], given["cu_seqlens"]))
+            call.vision.sounds = _received(module, given["hidden_states"], given["cu_seqlens"])
 
     def encoded(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if (call := current(plan)) is not None:
+        if (call := current(plan)) is not None and call.vision.sounds is not None:
             given = dict(zip(("input_features", "feature_lens"), args, strict=False)) | kwargs
-            call.vision.sounds[-1] = family.to_sounds(call.vision.sounds[-1], given["feature_lens"])
+            call.vision.sounds = family.to_sounds(call.vision.sounds, given["feature_lens"])
 
     hook(tower.layers[-1].self_attn.register_forward_pre_hook(attend, with_kwargs=True))
     hook(tower.register_forward_hook(encoded, with_kwargs=True))
