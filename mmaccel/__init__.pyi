@@ -82,8 +82,8 @@ from .kv.policies.lagkv import LagKV as LagKV
 from .kv.policies.laq import LAQ as LAQ
 from .kv.policies.leverage import Leverage as Leverage
 from .kv.policies.loki import Loki as Loki
-from .kv.policies.lserve import LeoAM as LeoAM
 from .kv.policies.lserve import LServe as LServe
+from .kv.policies.lserve import LeoAM as LeoAM
 from .kv.policies.magicdec import MagicDec as MagicDec
 from .kv.policies.morphkv import MorphKV as MorphKV
 from .kv.policies.mpcache import MPCache as MPCache
@@ -114,6 +114,7 @@ from .kv.policies.visionpulse import VisionPulse as VisionPulse
 from .kv.policies.visual_context_window import VisualContextWindow as VisualContextWindow
 from .kv.policies.vl_cache import VLCache as VLCache
 from .kv.policies.windowkv import WindowKV as WindowKV
+from .kv.policies.zeromerge import ZeroMerge as ZeroMerge
 from .kv.policies.zipcache_tokens import ZipCacheTokens as ZipCacheTokens
 from .layers.aim import AimPageRank as AimPageRank
 from .layers.apet import ApETStep as ApETStep

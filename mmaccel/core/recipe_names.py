@@ -221,6 +221,8 @@ RecipeName: TypeAlias = Literal[
     "vtc-cls",
     "vtm",
     "windowkv",
+    "zeromerge",
+    "zeromerge-decode",
     "zipcache",
     "zipcache-codec",
     "zipcache-tokens",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .index import KeyIndex
 from .key_bias import Earlier
+from .merged_keys import MergedKeys
 from .sparse import SparseRead
 
 
@@ -67,6 +68,7 @@ class ForwardInfo:
     reads : what layers read in this forward from which one on, if not everything, rising.
     where_parked : layers in host memory that are read there, since this forward reads few of their keys.
     weights, first_weights : what is added to the logits of keys, see :class:`.places.Places`.
+    merged : the keys that others were merged into, whose number is added to their logits, too; None where there are none.
     by_distance : whether a factor of distance is added, too (:mod:`.distance`).
     rotations : cosines and sines ``[1 or B, q, D]`` of the tokens that enter the layers, and a function that returns those of
         tokens before them, where codecs need them (:mod:`.key_bias`).
@@ -81,6 +83,7 @@ class ForwardInfo:
     where_parked: Collection[int] = ()
     weights: Tensor | None = None
     first_weights: Tensor | None = None
+    merged: MergedKeys | None = None
     by_distance: bool = False
     expected_new_tokens: int | None = None
     rotations: tuple[Tensor, Tensor, Earlier] | None = None

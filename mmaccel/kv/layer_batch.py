@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from .codecs import TokenGroup
 from .index import KeyIndex, on_host
 from .layer import KeptKeys
+from .merged_keys import MergedKeys
 from .packed import QuantisedLayer, demote
 
 
@@ -116,6 +117,16 @@ class LayerBatch:
         all."""
         figures = [x for layer in self.layers if (x := layer.schedule.received) is not None]
         return self._joined(figures, 2) if figures else None
+
+    @cached_property
+    def merged(self) -> Tensor | None:
+        """``[R, Hkv, K]`` float32, the number of tokens in each key that others were merged into, 0 for the rest; None where
+        there is none."""
+        memory, heads = self.layers[0].shared.memory(MergedKeys), self.layers[0].keys.shape[1]
+        if memory is None:
+            return None
+        counts = [memory.of_slots(layer.number, layer.index.by_head).expand(-1, heads, -1) for layer in self.layers]
+        return self._joined(counts, 2)
 
     @cached_property
     def threshold(self) -> Tensor | None:

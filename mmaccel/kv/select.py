@@ -38,6 +38,9 @@ def rank(
     if policy.neighbours:
         scores = by_chunks(scores, keys, policy.neighbours)
     must = protected(policy, keys, start, question)
+    if keys.merged is not None:
+        # what others were merged into stays
+        scores = scores.masked_fill(keys.merged > 0, torch.inf)
     return scores.masked_fill(must[:, None], torch.inf).masked_fill(~keys.valid[:, None], -torch.inf)
 
 

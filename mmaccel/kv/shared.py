@@ -13,6 +13,7 @@ from ..errors import MmaccelError, UnsupportedError
 from .forward_info import ForwardInfo
 from .host import HostStore
 from .index import KeyIndex
+from .merged_keys import MergedKeys
 from .places import Places
 from .positions import NextPositions
 from .static_view import StaticView
@@ -106,7 +107,7 @@ class Shared:
         """
         indices = self.each()
         differ = len({len(index) for index in indices}) > 1 or any(index.padded for index in indices)
-        odd = differ or self.windowed or self.places.weights is not None
+        odd = differ or self.windowed or self.places.weights is not None or MergedKeys in self.memories
         if odd and any(len(index) != seen for index in indices):
             raise UnsupportedError(
                 "This cache holds what mmaccel left of its prompt, which this model would misread now; accelerate the model "

@@ -46,6 +46,8 @@ class KeyBatch(Layerwise):
         policy ``needs_age``.
     unrotated : ``[B, Hkv, K, D]``, the keys before RoPE; None unless the policy ``needs_unrotated``.
     written : how many of the last keys and queries are those of a text behind the prompt, which is not stored.
+    merged : ``[B, Hkv, K]`` float32, while decoding the number of tokens that were merged into each key, 0 for others; None
+        where there is none.
     """
 
     keys: Tensor
@@ -70,6 +72,7 @@ class KeyBatch(Layerwise):
     answer: Tensor | None = None
     unrotated: Tensor | None = None
     written: int = 0
+    merged: Tensor | None = None
 
     @property
     def _tokens(self) -> Hashable:
@@ -105,6 +108,7 @@ CHOICES: Mapping[str, Mapping[str, float | None]] = {
         "ema": 0.5,
         "blend": None,
         "values": 0.0,
+        "residual": 1.0,
     },
     "eviction_error": {"none": None, "exact": None, "fast": None},
     "budget_in": {"keys": None, "bytes": None},
@@ -132,7 +136,7 @@ CHOICES: Mapping[str, Mapping[str, float | None]] = {
 _REST = {"int": "kivi", "turbo": "turboquant", "smooth": "qserve", "zip": "zipcache-codec"}
 
 #: the range of that number where it is not a share, from 0 to 1
-LIMITS: Mapping[str, tuple[float, float]] = {"pyramid": (0.5, 1e6), "kvpress": (0.5, 1e6)}
+LIMITS: Mapping[str, tuple[float, float]] = {"pyramid": (0.5, 1e6), "kvpress": (0.5, 1e6), "residual": (1, 64)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +159,10 @@ class CacheOptions(Method):
         concentrated attention); ``safeguard:0.2`` (the best 20 % of each head's share stay, and the rest compete).
     compact : how the other keys are treated. ``evict`` drops them; ``pivot``, ``weighted``, ``average`` (LOOK-M), ``ema:0.5``
         (D2O) and ``blend`` merge them into the kept key of largest cosine; ``nearest`` into the nearest in the sequence
-        (Elastic Cache); ``values:0.3`` merges values alone, where that cosine is at least .3 (kvpress).
+        (Elastic Cache); ``values:0.3`` merges values alone, where that cosine is at least .3 (kvpress); ``residual:4`` merges
+        all into 4 keys of every head, which are among those that stay and weigh as many as they were (ZeroMerge).
+    merge_weight : the factor of the logarithm of its number of tokens that is added to the logits of a key of ``residual``, at
+        least 0.
     merge_share : the share of the evicted keys, those of largest cosine, that ``compact="values"`` merges.
     eviction_error : ``exact`` ranks by the error that the output of attention has without a key (CAOTE, arXiv 2504.14051): with
         ``a`` the scores as a distribution over the keys, ``a_k / (1 - a_k) ||v_k - sum_j a_j v_j||``. ``fast`` has the mean of
@@ -207,6 +214,7 @@ class CacheOptions(Method):
         "age_step": "[1, inf)",
         "recent": "[0, inf) or [0.0, 1.0]",
         "merge_share": "(0, 1]",
+        "merge_weight": "[0, inf)",
     }
 
     layer_budget: str = "uniform"
@@ -221,6 +229,7 @@ class CacheOptions(Method):
     protect: tuple[str, ...] = ()
     eviction_error: str = "none"
     merge_share: float = 1.0
+    merge_weight: float = 1.0
     budget_in: str = "keys"
     rest: str = "evict"
     joint: bool = False
@@ -237,6 +246,9 @@ class CacheOptions(Method):
             self.choice(option)
         if self.rest != "evict":
             self._check_rest()
+        how, number = self.choice("compact")
+        if how == "residual" and number is not None and not number.is_integer():
+            raise MmaccelError(f"compact={self.compact!r} must end in a whole number of keys, as 'residual:4'.")
         for kind in self.protect:
             if kind not in CHOICES["protect"]:
                 raise MmaccelError(f"protect={kind!r} is unknown; it can be {' or '.join(CHOICES['protect'])}.")
@@ -384,6 +396,12 @@ class Policy(CacheOptions):
         self.text_ranker()
 
     @property
+    def merged_keys(self) -> int:
+        """Number of keys of every head into which ``compact`` merges all that leave; 0 where it does not."""
+        how, number = self.choice("compact")
+        return int(number or 0) if how == "residual" else 0
+
+    @property
     def needs_whole_prompt(self) -> str | None:
         """The reason why keys cannot be evicted after each chunk of a prompt, by what is known then; None where they can."""
         layers, heads = self.choice("layer_budget")[0], self.choice("head_budget")[0]
@@ -391,6 +409,8 @@ class Policy(CacheOptions):
             return None
         if self.rest != "evict":
             return f"packs the other keys when all of the prompt has read them (rest={self.rest!r})"
+        if self.merged_keys:
+            return f"merges the other keys in runs of the whole prompt (compact={self.compact!r})"
         if self.deferred:
             return "evicts keys when all layers have read the prompt"
         if self.future:

@@ -11,6 +11,7 @@ from compare_kv import figures_of, kept_mask, ratio_count, same_pairs, scorer, t
 from harness import CacheRun, NotOffered, make, receiving
 from torch import Tensor
 
+from mmaccel.kv.merged_keys import MergedKeys
 from mmaccel.kv.policies.razorattention import repetition_scores
 from mmaccel.method import LayerAttention, Policy
 from mmaccel.method.base import Variant
@@ -286,6 +287,65 @@ def keyformer(params: Params, arrays: Arrays) -> None:
     close(figures_of(run)[0], theirs)
 
 
+def zeromerge(params: Params, arrays: Arrays) -> None:
+    """A prompt, and one token and one merge a step. Theirs stores merged keys in front, then the best and the newest."""
+    if params["metric"] != "dot_product":
+        raise NotOffered(f"merging by {params['metric']}")
+    keys, values, queries, merged = arrays["in_k"], arrays["in_v"], arrays["in_q"], params["cache_dense"]
+    policy = make(
+        "zeromerge",
+        forget=params["shrink_factor"],
+        tail=params["cache_tail"],
+        compact=f"residual:{merged}",
+        merge_weight=params["scale_factor"],
+        joint=True,
+        every=1,
+    )
+    run, scaling = CacheRun(policy, params["cache_budget"]), keys.shape[3] ** -0.5
+    run.begin(keys.shape[2])
+    run.feed(keys, values, queries)
+    score = run.ranks[-1]
+    close(score[score.isfinite()], arrays["out_scores"][score.isfinite()])
+    layer, memory = run.state.layers[0], run.state.shared.memory(MergedKeys)
+    assert memory is not None
+
+    def same(of_step: str) -> None:
+        """What is stored, every slot of ours against the one of theirs that holds the same key."""
+        counts = memory.of_slots(0, layer.index.by_head)
+        ours = [*layer.stored(), counts.clamp(min=1)[..., None]]
+        theirs = [arrays[f"out_{name}{of_step}"] for name in "kv" if f"out_{name}{of_step}" in arrays]
+        theirs += [arrays[f"out_weight{of_step}"][..., None]]
+        ours = ours if len(theirs) == 3 else [ours[0], ours[2]]
+        for head in range(keys.shape[1]):
+            far = (ours[0][0, head][:, None] - theirs[0][0, head]).abs().amax(-1)
+            left = torch.zeros(len(far))
+            pairs = torch.empty(len(far), dtype=torch.long)
+            for slot, row in enumerate(far):
+                # some keys are copies
+                pairs[slot] = (row + left).argmin()
+                left[pairs[slot]] = torch.inf
+            # in the order of their runs
+            assert pairs[counts[0, head] > 0].tolist() == list(range(merged))
+            for mine, its in zip(ours, theirs, strict=True):
+                close(mine[0, head], its[0, head, pairs])
+
+    same("")
+    step = 0
+    while f"out_attn_out_{step + 1}" in arrays:
+        new = [arrays[f"in_d{name}"][step] for name in "kvq"]
+        read = [torch.cat([x, y], 2) for x, y in zip(layer.stored(), new[:2], strict=True)]
+        counts = torch.nn.functional.pad(memory.of_slots(0, layer.index.by_head), (0, 1))
+        query, wide = memory.widened(new[2], read[0], counts, scaling)
+        text = torch.ones(1, 1, dtype=torch.bool)
+        weight = LayerAttention(query, wide, None, scaling, text).attention(0, 1)
+        shown = read[1].repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
+        close(weight @ shown, arrays[f"out_attn_out_{step + 1}"])
+        step += 1
+        run.begin(1, prompt=False)
+        run.feed(*new)
+        same(f"_{step}")
+
+
 def morphkv(params: Params, arrays: Arrays) -> None:
     """Theirs says ``max_capacity``, and keeps the current token besides."""
     window = params["window_size"]
@@ -342,6 +402,7 @@ def quickprefill(params: Params, arrays: Arrays) -> None:
 
 
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
+    ("SusCom-Lab/ZeroMerge", "cache_init / cache_update / score_scaled_dot_product_attention"): zeromerge,
     ("NVIDIA/kvpress", "CURPress.score"): scorer(cur),
     ("NVIDIA/kvpress", "QFilterPress.score"): qfilter,
     ("NVIDIA/kvpress", "NonCausalAttnPress.score"): noncausal,

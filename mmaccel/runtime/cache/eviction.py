@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -190,6 +191,10 @@ class EvictKeys(CachePolicy):
         if policy.observes:
             before = schedule.figures(key.shape[2])
             before = key.new_zeros(key.shape[:3], dtype=torch.float32) if before is None else before
+            if (merged := self.forward.incoming.merged) is not None:
+                counts = merged.of_slots(number, self.state.layers[number].index.by_head)
+                query, key = merged.widened(attention.query, key, counts, attention.scaling)
+                attention = replace(attention, query=query, key=key)
             received = observed(policy, attention, before)
             rows = None if self.prompt is None else self.prompt.tokens.text_rows
             if rows is not None and not policy.observes_steps:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...kv.layer_batch import Asking, InStep, LayerBatch
 from ...kv.packed import QuantisedLayer
@@ -21,6 +22,7 @@ class Uncounted:
 
     kept : ``[R, 1 or Hkv, q]`` bool, of their new keys. won : ``[R, Hkv]`` long, how many of the candidates stay.
     candidates, resolved : per layer the number of candidates, and their budget, summed over rows.
+    spots : see :meth:`Evictor.evict`.
     """
 
     layers: list[QuantisedLayer]
@@ -28,6 +30,7 @@ class Uncounted:
     won: Tensor
     candidates: int
     resolved: list[int]
+    spots: Tensor | None = None
 
 
 class Evictor:
@@ -51,19 +54,21 @@ class Evictor:
         """Add the counts of one layer to the figures."""
         self.figures.append(torch.tensor([candidates, resolved, float(kept)]))
 
-    def evict(self, layers: LayerBatch, kept: Tensor, lengths: Tensor) -> None:
+    def evict(self, layers: LayerBatch, kept: Tensor, lengths: Tensor, spots: Tensor | None = None) -> None:
         """Evict all but the keys ``kept [R, 1 or Hkv, q]`` from the new keys of ``layers``; keys of earlier turns stay.
 
         Parameters
         ----------
         lengths : ``[R, 1 or Hkv]`` long on the CPU, how many new keys stay.
+        spots : ``[R, 1 or Hkv, q]`` bool, some that stay, in whose places all others are merged; None where they are not.
         """
         old = layers.width - kept.shape[2]
         if old:
             kept = torch.cat([kept.new_ones(*kept.shape[:2], old), kept], dim=-1)
+            spots = None if spots is None else pad(spots, (old, 0))
             new = self.prompt.phase(layers.layers[0].number).lengths.repeat(len(layers.layers))
             lengths = lengths + layers.lengths - new[:, None]
-        self.cuts.begin(self._evicting(layers, kept, lengths, old))
+        self.cuts.begin(self._evicting(layers, kept, lengths, old, spots))
 
     def finalize(self) -> None:
         """Evict from the layers whose counts only the device knew; they are copied to the host together."""
@@ -80,14 +85,14 @@ class Evictor:
                 stay, won = lengths.view(shape.shape).split([one.kept.shape[1], one.won.shape[1]], dim=1)
                 for resolved, mine in zip(one.resolved, won.split(layers.rows), strict=True):
                     self.note(one.candidates, resolved, mine.sum() / mine.shape[1])
-                self.evict(layers, one.kept, stay.clone())
+                self.evict(layers, one.kept, stay.clone(), one.spots)
             self.cuts.finish()
 
-    def _evicting(self, layers: LayerBatch, kept: Tensor, lengths: Tensor, old: int) -> Asking:
+    def _evicting(self, layers: LayerBatch, kept: Tensor, lengths: Tensor, old: int, spots: Tensor | None) -> Asking:
         """Evict from ``layers``; where keys are packed the host must know more first."""
         if self.rules.rest is not None:
             self.schedule.state.note_rotations(self.prompt.incoming)
-        yield from self.rules.evicting(layers, kept, lengths, old)
+        yield from self.rules.evicting(layers, kept, lengths, old, spots)
         for layer in layers.layers:
             self.done.append(layer.number)
             if self.rules.policy.scheduled:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...core.budget import resolve
+from ...core.reduction import top_mask
 from ...kv.cache import CacheState
 from ...kv.index import to_device
 from ...kv.layer_batch import LayerBatch, batches, size
@@ -218,12 +219,24 @@ class PromptEviction:
             lengths = torch.where(whole, texts, lengths)
         if policy.shared:
             kept = kept[:, :1]
+        spots = (
+            self._spots(scores, won)
+            if policy.merged_keys and not torch.equal(count, torch.tensor(tokens.rivals))
+            else None
+        )
         if certain:
             for budget, stays in zip(resolved, wins, strict=True):
                 self.evictor.note(rivals, budget, stays)
-            self.evictor.evict(candidates.layers, kept, lengths[:, None])
+            self.evictor.evict(candidates.layers, kept, lengths[:, None], spots)
         else:
-            self.evictor.uncounted.append(Uncounted(layers, kept, won.sum(-1), rivals, resolved))
+            self.evictor.uncounted.append(Uncounted(layers, kept, won.sum(-1), rivals, resolved, spots))
+
+    def _spots(self, scores: Tensor, won: Tensor) -> Tensor:
+        """``[R, Hkv or 1, K]`` bool: the keys of lowest ``scores [R, Hkv, K]`` among those that have ``won``, in whose places
+        the others are merged."""
+        count = (won.sum(-1) - self.policy.merged_keys).clamp(min=0)
+        best = top_mask(scores.flatten(0, 1), won.flatten(0, 1), count.flatten()).view_as(won)
+        return (won & ~best)[:, : 1 if self.policy.shared else None]
 
     def _text(self, candidates: Candidates, scores: Tensor, whole: Tensor | None) -> tuple[Tensor, Tensor]:
         """The text that stays, ``[R, 1 or Hkv, K]`` bool, and how many of each row, ``[R]`` long on the CPU; rows that are

@@ -14,6 +14,7 @@ from ...families.base import Family
 from ...kv.codecs import TokenGroup
 from ...kv.layer_batch import Asking, LayerBatch
 from ...kv.merge import merge
+from ...kv.merged_keys import MergedKeys, into_likest, into_runs, means
 from ...kv.scoring.importance import outgoing_norm
 from ...method import Policy
 from ..call.plan import ModelPlan, PlannedStage
@@ -79,9 +80,17 @@ class CacheRules:
         weight: Tensor = self.family.outgoing_in(self.family.attending[number]).weight
         return outgoing_norm(values, weight.detach().unflatten(1, (-1, values.shape[3])))
 
-    def evicting(self, together: LayerBatch, kept: Tensor, lengths: Tensor | None = None, old: int = 0) -> Asking:
+    def evicting(
+        self,
+        together: LayerBatch,
+        kept: Tensor,
+        lengths: Tensor | None = None,
+        old: int = 0,
+        spots: Tensor | None = None,
+    ) -> Asking:
         """Evict, merge or pack the keys that are not ``kept [R, Hkv or 1, K]``; the first ``old`` slots take no part in a
-        merge, nor do packed keys, which would be quantised again. For ``lengths`` see :meth:`.layer.CompressedLayer.evict`."""
+        merge, nor do packed keys, which would be quantised again. For ``lengths`` see :meth:`.layer.CompressedLayer.evict`;
+        ``spots``, some of the kept ones, are where the others of a prompt are merged if few keys take up all."""
         if self.rest is not None:
             # what a schedule evicts is refused, so that the host knows the lengths
             assert lengths is not None
@@ -98,6 +107,10 @@ class CacheRules:
         if old:
             mergeable = mergeable & (torch.arange(keys.shape[2], device=keys.device) >= old)
         stay = kept.expand(keys.shape[:3]) & mergeable
+        if how == "residual":
+            gone = mergeable & ~stay
+            together.evict(kept, self._into_few(together, gone, mergeable, spots), lengths, known)
+            return
         merged = merge(
             how,
             keys,
@@ -116,6 +129,30 @@ class CacheRules:
             for layer, bar in zip(together.layers, merged.threshold.split(together.rows), strict=True):
                 layer.schedule.threshold, layer.schedule.renewed = bar, False
         together.evict(kept, (merged.keys, merged.values), lengths, known)
+
+    def _into_few(
+        self, together: LayerBatch, gone: Tensor, loose: Tensor, spots: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of ``together`` with all that are ``gone [R, Hkv, K]`` merged into few: those at the ``spots`` of a
+        prompt, or while decoding those that others were merged into before, if they are ``loose``."""
+        (keys, values), index = together.stored, together.index.long()
+        layers, shared = together.layers, together.layers[0].shared
+        memory = shared.memory(MergedKeys)
+        if spots is not None:
+            memory = memory or shared.keep(MergedKeys(self.policy.merge_weight))
+            slots, there, share = into_runs(gone, spots.expand(gone.shape), self.policy.merged_keys)
+        elif memory is None:
+            return keys, values
+        else:
+            places, counts = memory.of_layers([layer.number for layer in layers], gone[:, :, 0])
+            where = (index[:, :, None] == places[..., None]) & (places >= 0)[..., None]
+            slots = where.byte().argmax(-1)
+            there = where.any(-1) & loose.gather(2, slots)
+            share = into_likest(keys, gone, slots, there, counts)
+        found = index.expand(gone.shape).gather(2, slots).masked_fill(~there, -1), share.sum(-1)
+        for layer, place, count, held in zip(layers, *(x.split(together.rows) for x in (*found, there)), strict=True):
+            memory.note(layer.number, place, count, None if spots is not None else held)
+        return means(keys, slots, there, share), means(values, slots, there, share)
 
 
 def _bits(plan: ModelPlan) -> tuple[float, float]:

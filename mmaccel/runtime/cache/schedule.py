@@ -16,6 +16,7 @@ from torch import Tensor
 from ...kv.cache import CacheState
 from ...kv.index import to_device
 from ...kv.layer_batch import Asking, InStep, LayerBatch, batches, size
+from ...kv.merged_keys import MergedKeys
 from ...kv.packed import QuantisedLayer
 from ...kv.select import observed, per_head, rank
 from ...kv.static_view import QuerySpec
@@ -165,6 +166,8 @@ class Schedule:
         before = keys.new_zeros(keys.shape[:3], dtype=torch.float32) if together.received is None else together.received
         answer = self._answer(together)
         age = None if answer is None else (places - answer[:, None]).clamp(min=0)
+        if (merged := self.shared.memory(MergedKeys)) is not None and together.merged is not None:
+            query, keys = merged.widened(query, keys, together.merged, schedule.scaling)
         attention = LayerAttention(query, keys, visible, schedule.scaling, places >= 0, places=places, age=age)
         together.observed(observed(self.policy, attention, before))
         for layer in together.layers:
@@ -227,7 +230,7 @@ class Schedule:
         """All that layers store, padding in front, and the slot of each key ``[R, K]``, None if they are in order; where heads
         differ every (row, head) is a row."""
         (keys, values), index, schedule = together.stored, together.index.long(), together.layers[0].schedule
-        received, heads, outgoing = together.received, index.shape[1], None
+        received, merged, heads, outgoing = together.received, together.merged, index.shape[1], None
         queries, places = keys.new_empty(len(keys), keys.shape[1], 0, keys.shape[3]), index[:, 0, :0]
         if self.policy.window and schedule.queries:
             queries, places = together.queries(self.policy.window)
@@ -239,7 +242,8 @@ class Schedule:
         if heads > 1:
             keys, values = keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
             queries = queries.unflatten(1, (heads, -1)).flatten(0, 1)
-            received, outgoing = (None if x is None else x.flatten(0, 1)[:, None] for x in (received, outgoing))
+            figures = received, merged, outgoing
+            received, merged, outgoing = (None if x is None else x.flatten(0, 1)[:, None] for x in figures)
         # by place: packed pictures are stored before text that is older
         order = None if together.in_order else index.argsort(dim=1, stable=True)
 
@@ -269,6 +273,7 @@ class Schedule:
             depth=self.stage.depth,
             decoding=True,
             answer=self._answer(together, heads),
+            merged=None if merged is None else sorted_(merged),
         )
         return batch, order
 

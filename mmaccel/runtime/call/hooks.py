@@ -16,6 +16,7 @@ from ...core.transformers_api import DynamicCache, cache_argument, cache_in, cac
 from ...errors import UnsupportedError
 from ...kv.cache import CacheState, adopt, check_plain, state_of, static_view_of
 from ...kv.forward_info import ForwardInfo
+from ...kv.merged_keys import MergedKeys
 from .call import Call, current
 from .forward import Continuation, Forward, Prompt, PromptResult, rows_at, to_device_packed
 from .plan import ModelPlan
@@ -109,6 +110,10 @@ class TextHooks:
             forward: Forward = self._prompt(call, kwargs, ids, valid, state, seen)
         else:
             forward = _continuation(call, state, self._incoming(call, seen, embeds.shape[1]), embeds.device)
+        if state is not None and MergedKeys in state.shared.memories:
+            # masks are numbers where some keys weigh more
+            forward.incoming.merged = state.shared.memory(MergedKeys)
+            forward.incoming.weights = embeds.new_zeros(len(embeds), 1)
         call.text.runs = runs = Runs(forward, self.make_runs(call, forward))
         if ids is None:
             forward.incoming.as_stored = not runs.read_keys and forward.incoming.weights is None

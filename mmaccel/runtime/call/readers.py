@@ -208,6 +208,9 @@ def _masked(forward: Forward, number: int, given: Attention, seen: LayerAttended
         if not seen.number and incoming.first_weights is not None:
             weights = incoming.first_weights
         added = index.weighed(weights, visible, given.query.shape[2])
+        if incoming.merged is not None:
+            counts = incoming.merged.of_slots(seen.number, index.by_head)
+            added = added + incoming.merged.added(counts)[:, :, None].to(added)
         if incoming.by_distance:
             places, end = incoming.phase(seen.number).places.to(added.device), incoming.seen + incoming.length
             added = added + distance_factor(places, index.by_head, end)

@@ -162,6 +162,7 @@ def _pieces(forward: Forward, phase: Phase, chosen: Tensor, ends: list[int]) -> 
         room = expected if expected is None else expected + ends[-1] - end
         info = ForwardInfo(seen, upto - seen, False, [(0, own)], weights=incoming.weights, expected_new_tokens=room)
         info.first_weights, info.by_distance = incoming.first_weights, incoming.by_distance
+        info.merged = incoming.merged
         pieces.append(Piece(replace(forward, incoming=info), mine, begin, end, last))
         seen, begin = upto, end
     return pieces

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...core.transformers_api import cache_in
 from ...kv.cache import CacheState, state_of
 from ...kv.decoding import on_gpu
+from ...kv.merged_keys import MergedKeys
 from ...kv.static_view import StaticView
 from ..cache.packing import coming_unpacked
 from ..cache.schedule import coming_kept, query_spec_of
@@ -239,6 +240,8 @@ def _obstacle_in_cache(plan: ModelPlan, state: CacheState) -> str:
         return f"{plan.policy.method.name} turns queries by positions of its own"
     if state.positions.axes_ahead is not None:
         return "behind a prompt that ends in a picture every axis of positions goes on from its own end"
+    if MergedKeys in state.shared.memories:
+        return "keys that others were merged into have weights of their own"
     if state.shared.places.first_weights is not None:
         return "tokens have other weights in the first layer"
     if state.shared.places.weights is not None and plan.family.text.config._attn_implementation != "mmaccel_text_sdpa":
