@@ -82,8 +82,8 @@ from .kv.policies.lagkv import LagKV as LagKV
 from .kv.policies.laq import LAQ as LAQ
 from .kv.policies.leverage import Leverage as Leverage
 from .kv.policies.loki import Loki as Loki
-from .kv.policies.lserve import LServe as LServe
 from .kv.policies.lserve import LeoAM as LeoAM
+from .kv.policies.lserve import LServe as LServe
 from .kv.policies.magicdec import MagicDec as MagicDec
 from .kv.policies.morphkv import MorphKV as MorphKV
 from .kv.policies.mpcache import MPCache as MPCache
@@ -98,6 +98,7 @@ from .kv.policies.razorattention import RazorAttention as RazorAttention
 from .kv.policies.recycled_attention import RecycledAttention as RecycledAttention
 from .kv.policies.rekv import ReKV as ReKV
 from .kv.policies.rpc import RPC as RPC
+from .kv.policies.sepllm import SepLLM as SepLLM
 from .kv.policies.shadowkv import ShadowKV as ShadowKV
 from .kv.policies.sirllm import SirLLM as SirLLM
 from .kv.policies.snapkv import SnapKV as SnapKV

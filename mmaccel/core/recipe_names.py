@@ -168,6 +168,7 @@ RecipeName: TypeAlias = Literal[
     "scene-frames",
     "scenetilling",
     "scope",
+    "sepllm",
     "shadowkv",
     "sirllm",
     "snapkv",

@@ -10,7 +10,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core.masks import leftmost
-from .index import to_device
+from .index import KeyIndex, to_device
+
+#: slots for new keys that a mask has when it is made
+ROOM = 64
 
 
 @dataclass
@@ -26,6 +29,36 @@ class MergedKeys:
     factor: float
     places: dict[int, Tensor] = field(default_factory=dict)
     counts: dict[int, Tensor] = field(default_factory=dict)
+    #: by layer the index that a mask was made for, and ``[B, Hq, 1, K + room]``, what is added to the logits of its slots
+    masks: dict[int, tuple[KeyIndex, Tensor]] = field(default_factory=dict)
+
+    def mask(self, layer: int, index: KeyIndex, query: Tensor, visible: Tensor | None) -> Tensor:
+        """Additive mask ``[B, Hq, 1 or q, K]`` of ``query [B, Hq, q, D]`` over the keys of a layer: what is added to the logits
+        of those that are ``visible [B, 1 or Hkv, q, K]`` bool, None for all, and the least number that there is for others.
+
+        Between two evictions nothing is computed anew: slots behind those that are known are zero.
+        """
+        slots = len(index)
+        own = self.prepare(layer, index, query.shape[1], query)[..., :slots]
+        if visible is None:
+            return own
+        seen = visible.repeat_interleave(query.shape[1] // visible.shape[1], dim=1) if visible.shape[1] > 1 else visible
+        return torch.where(seen, own, torch.finfo(own.dtype).min)
+
+    def prepare(self, layer: int, index: KeyIndex, heads: int, like: Tensor) -> Tensor:
+        """Mask of a layer for ``heads`` query heads in the type and on the device of ``like``, ``[B, Hq, 1, K + room]``, as it
+        is kept."""
+        index_known, known = self.masks.get(layer, (None, like))
+        if (
+            index_known is not index
+            or known.shape[1] != heads
+            or known.shape[3] < len(index)
+            or known.dtype != like.dtype
+        ):
+            added = self.added(self.of_slots(layer, index.by_head)).to(like)
+            known = pad(added.repeat_interleave(heads // added.shape[1], dim=1), (0, ROOM))[:, :, None]
+            self.masks[layer] = index, known
+        return known
 
     def of_slots(self, layer: int, index: Tensor) -> Tensor:
         """Numbers of tokens that the keys of ``index [B, 1 or Hkv, K]`` of a layer represent, ``[B, 1 or Hkv, K]`` float32; 0
@@ -64,6 +97,7 @@ class MergedKeys:
 
     def note(self, layer: int, places: Tensor, counts: Tensor, held: Tensor | None) -> None:
         """Note merged keys of a prompt, ``[B, Hkv, n]`` each, or other counts of those that are ``held [B, Hkv, n]`` bool."""
+        self.masks.pop(layer, None)
         if held is not None:
             if layer in self.counts:
                 width = self.counts[layer].shape[2]
@@ -76,6 +110,7 @@ class MergedKeys:
 
     def select(self, rows: Tensor, on_host: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
+        self.masks.clear()
         for held in (self.places, self.counts):
             held.update({layer: x[to_device(rows, x.device)] for layer, x in held.items()})
 
@@ -85,10 +120,12 @@ class MergedKeys:
 
     def crop(self, seen: int) -> None:
         """Forget the places from ``seen`` on."""
+        self.masks.clear()
         self.places.update({layer: x.masked_fill(x >= seen, -1) for layer, x in self.places.items()})
 
     def rename(self, new: Tensor, held: Tensor) -> None:
         """Call place ``p`` from now on ``new[p]``; those that no layer stores are forgotten."""
+        self.masks.clear()
         for layer, x in self.places.items():
             at = x.clamp(min=0)
             named, there = (to_device(y, x.device)[at] for y in (new, held))
@@ -97,11 +134,12 @@ class MergedKeys:
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held."""
         yield from (*self.places.values(), *self.counts.values())
+        yield from (mask for _, mask in self.masks.values())
 
 
 def into_runs(gone: Tensor, spots: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which keys of a prompt are merged into which: all that are ``gone`` and those at the ``spots``, in as many runs as there
-    are spots, the longer ones first.
+    """Merge all keys of a prompt that are ``gone`` and those at the ``spots`` in as many runs as there are spots, the longer
+    runs first.
 
     gone, spots : ``[B, H, K]`` bool, no key is both. most : how many spots a head has at most.
 

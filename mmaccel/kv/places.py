@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .index import select_rows
+from .index import select_rows, to_device
 
-_BY_PLACE = ("grid_table", "visual", "weights", "first_weights", "ordinals")
+_BY_PLACE = ("grid_table", "visual", "weights", "first_weights", "ordinals", "separators")
 #: the first picture of a row that has none
 _NO_PICTURE = sys.maxsize
 
@@ -28,6 +28,7 @@ class Places:
     first_weights : ``[B, n]``, the same in layer 0, where it has others.
     ordinals : ``[B, n]`` long, the number of each place among the tokens of its row; None where no forward had padding. Only
         where a policy counts tokens.
+    separators : ``[B, n]`` bool, which places are separators of text; only where a policy asks for them.
     first_pictures : of every row the place of its first visual token; empty where nobody said, and all rows count as such that
         have pictures.
     """
@@ -37,12 +38,30 @@ class Places:
     weights: Tensor | None = None
     first_weights: Tensor | None = None
     ordinals: Tensor | None = None
+    separators: Tensor | None = None
     first_pictures: Sequence[int] = ()
 
     def note_visual(self, visual: Tensor, since: int) -> None:
         """Note which places from ``since`` on are visual, ``[B, S]`` bool."""
         before = visual[:, :0] if self.visual is None else self.visual[:, :since]
         self.visual = torch.cat([pad(before, (0, since - before.shape[1])), visual], dim=1)
+
+    def note_separators(self, separators: Tensor, since: int, anew: Tensor | None) -> None:
+        """Note which places from ``since`` on are ``separators [B, S]`` bool. Rows that begin ``anew [B]`` bool on the CPU
+        forget theirs: alone they would not have been noted."""
+        before = separators[:, :0] if self.separators is None else self.separators[:, :since].to(separators.device)
+        before = before if anew is None else before & ~to_device(anew, before.device)[:, None]
+        self.separators = torch.cat([pad(before, (0, since - before.shape[1])), separators], dim=1)
+
+    def separator(self, places: Tensor, heads: int = 1) -> Tensor | None:
+        """``[rows, K]`` bool: which of the tokens at ``places [rows, K]`` are separators, for rows as in :meth:`ordinal`; None
+        where nobody noted any."""
+        if self.separators is None:
+            return None
+        known = self.separators.to(places.device)
+        rows = (torch.arange(len(places), device=places.device) // heads % len(known))[:, None]
+        there = (places >= 0) & (places < known.shape[1])
+        return known[rows, places.clamp(0, known.shape[1] - 1)] & there
 
     def note_tokens(self, valid: Tensor, since: int) -> None:
         """Note which places from ``since`` on are tokens and which are padding, ``[B, S]`` bool."""

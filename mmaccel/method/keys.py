@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -46,6 +46,8 @@ class KeyBatch(Layerwise):
         policy ``needs_age``.
     unrotated : ``[B, Hkv, K, D]``, the keys before RoPE; None unless the policy ``needs_unrotated``.
     written : how many of the last keys and queries are those of a text behind the prompt, which is not stored.
+    separator : ``[B, K]`` bool, text that separates parts of a prompt; None unless the policy ``needs_separators``, and where
+        no tokenizer says what that is.
     merged : ``[B, Hkv, K]`` float32, while decoding the number of tokens that were merged into each key, 0 for others; None
         where there is none.
     """
@@ -72,6 +74,7 @@ class KeyBatch(Layerwise):
     answer: Tensor | None = None
     unrotated: Tensor | None = None
     written: int = 0
+    separator: Tensor | None = None
     merged: Tensor | None = None
 
     @property
@@ -336,6 +339,8 @@ class Policy(CacheOptions):
     needs_outgoing: ClassVar[bool] = False
     #: whether :attr:`KeyBatch.ordinal` is to be filled
     needs_ordinals: ClassVar[bool] = False
+    #: whether :attr:`KeyBatch.separator` is to be filled, by :meth:`separator_ids`
+    needs_separators: ClassVar[bool] = False
     #: whether :attr:`KeyBatch.unrotated` is to be filled
     needs_unrotated: ClassVar[bool] = False
     #: whether it can score keys only at the end of a prompt, so that a schedule is refused
@@ -356,6 +361,10 @@ class Policy(CacheOptions):
     @abstractmethod
     def score(self, keys: KeyBatch) -> Tensor:
         """``[B, Hkv, K]`` float: keys of higher score stay; ``inf`` for keys that must stay."""
+
+    def separator_ids(self, tokenizer: Any) -> Tensor:
+        """The token ids that are separators, ``[n]`` long on the CPU."""
+        raise NotImplementedError
 
     def observe(self, attention: LayerAttention, before: Tensor) -> Tensor:
         """Statistics of the attention of one forward, per key, ``[B, Hkv, K]`` float32.

@@ -46,6 +46,7 @@ from mmaccel.kv.policies.quickprefill import QuickPrefill
 from mmaccel.kv.policies.raas import RaaS
 from mmaccel.kv.policies.rekv import ReKV
 from mmaccel.kv.policies.rpc import RPC
+from mmaccel.kv.policies.sepllm import SepLLM
 from mmaccel.kv.policies.sirllm import SirLLM
 from mmaccel.kv.policies.snapkv import SnapKV
 from mmaccel.kv.policies.speckv import SpecKV
@@ -56,6 +57,7 @@ from mmaccel.kv.policies.vatp import VATP
 from mmaccel.kv.policies.visionpulse import VisionPulse
 from mmaccel.kv.policies.vl_cache import VLCache
 from mmaccel.kv.policies.windowkv import WindowKV
+from mmaccel.kv.policies.zeromerge import ZeroMerge
 from mmaccel.kv.policies.zipcache_tokens import ZipCacheTokens
 from mmaccel.kv.select import choose, protected, rank
 from mmaccel.method import KeyBatch, Policy, ReadingPolicy
@@ -108,6 +110,8 @@ POLICIES = [
     ReKV(),
     RPC(),
     SirLLM(),
+    SepLLM(),
+    ZeroMerge(),
     StreamingTOM(),
     VisionPulse(),
     ZipCacheTokens(),

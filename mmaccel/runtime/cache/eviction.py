@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from ...core.precision import without_autocast
 from ...kv.cache import CacheState
 from ...kv.index import to_device
+from ...kv.merged_keys import MergedKeys
 from ...kv.select import observed
 from ...method import LayerAttention, Policy
 from ...method.layers import SharedPass
 from ..call.call import Call, current
-from ..call.forward import Forward, Prompt, rows_at, to_device_packed
+from ..call.forward import Continuation, Forward, Prompt, rows_at, to_device_packed
 from ..call.plan import ModelPlan, PlannedStage, record
 from ..call.runs import KeysToRead, LayerAttended, Run, TextInputs
 from ..prompt import lookahead, reread
@@ -81,6 +82,7 @@ class EvictKeys(CachePolicy):
 
     pre_rope, unrotated : ``[B, q, H D]`` or ``[B, q, H, D]``, queries and keys of the layer at work before RoPE, if the policy
         looks at them.
+    heads : query heads of the layers.
     entering : ``[B, q, D]``, the input of the layer at work, if budgets depend on how attention turns it.
     """
 
@@ -90,6 +92,7 @@ class EvictKeys(CachePolicy):
         self.entering: Tensor | None = None
         self.unrotated: Tensor | None = None
         self._observed: tuple[LayerAttention, Tensor | None] | None = None
+        self.heads = 0
 
     @property
     def carries(self) -> bool:
@@ -118,8 +121,19 @@ class EvictKeys(CachePolicy):
         forward = self.forward
         if isinstance(forward, Prompt):
             self.schedule.catch_up(forward.first_time)
+        if self.policy.needs_separators and isinstance(forward, (Prompt, Continuation)) and forward.ids is not None:
+            self._note_separators(forward, forward.ids)
         if self.policy.needs_ordinals and forward.seen and text.valid is not None:
             self.state.shared.places.note_tokens(text.valid.to(forward.device, non_blocking=True), forward.seen)
+
+    def _note_separators(self, forward: Prompt | Continuation, ids: Tensor) -> None:
+        """Note which of the new tokens ``ids [B, S]`` are separators, if a tokenizer says so."""
+        processor = forward.plan.family.processor
+        if processor is not None:
+            known = self.policy.separator_ids(getattr(processor, "tokenizer", processor))
+            separators = to_device(torch.isin(ids, to_device(known, ids.device)), forward.device)
+            anew = forward.first_time if isinstance(forward, Prompt) else None
+            self.state.shared.places.note_separators(separators, forward.seen, anew)
 
     def keys_to_read(self, layer: LayerAttended) -> KeysToRead | None:
         """The attention of a prompt from the pass in which the policy sums it over the queries: on a CPU both cost what the
@@ -150,6 +164,7 @@ class EvictKeys(CachePolicy):
     def after_attention(self, layer: LayerAttended) -> None:
         """Score the keys of a prompt, and evict from layers that do not wait; while decoding remember queries."""
         number, query, key = layer.number, layer.query, layer.key
+        self.heads = query.shape[1]
         if self.prompt is not None:
             prompt, tokens = self.prompt, self.prompt.tokens.of_layer(number, query.device)
             timed = (
@@ -182,7 +197,16 @@ class EvictKeys(CachePolicy):
                 if self.prompt is not None and self.policy.age:
                     self.schedule.drop_old(self.prompt.tokens.table)
                 self.schedule.finalize(None if self.prompt is None else self.prompt.tokens.pictured_rows)
+        if MergedKeys in self.state.shared.memories:
+            self._prepare_masks()
         super().finish()
+
+    def _prepare_masks(self) -> None:
+        """Make the masks of merged keys, which steps between two evictions find."""
+        merged = self.state.shared.memory(MergedKeys)
+        assert merged is not None
+        for layer in self.state.layers:
+            merged.prepare(layer.number, layer.index, self.heads, layer.keys)
 
     def _observe(self, number: int, attention: LayerAttention, places: Tensor, window: int | None) -> Tensor | None:
         """The policy's statistics of the attention of a layer, ``[B, Hkv, K]`` float32; a schedule carries them on."""

@@ -83,6 +83,7 @@ class PromptScores:
             expected=(joined([m for m, _ in expected]), joined([c for _, c in expected])) if expected else None,
             outgoing=self._outgoing(layers, values) if self.policy.needs_outgoing else None,
             ordinal=self.state.shared.places.ordinal(places) if self.policy.needs_ordinals else None,
+            separator=self.state.shared.places.separator(places) if self.policy.needs_separators else None,
             unrotated=joined(unrotated) if unrotated else None,
             layer=layers.layers[0].number if len(waiting) == 1 else -1,
             depth=self.rules.depth,

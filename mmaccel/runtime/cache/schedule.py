@@ -269,6 +269,7 @@ class Schedule:
             cells=cells,
             outgoing=None if outgoing is None else sorted_(outgoing),
             ordinal=self.shared.places.ordinal(index, heads) if self.policy.needs_ordinals else None,
+            separator=self.shared.places.separator(index, heads) if self.policy.needs_separators else None,
             layer=together.layers[0].number if len(together.layers) == 1 else -1,
             depth=self.stage.depth,
             decoding=True,

@@ -135,7 +135,12 @@ class Forward:
 
 @dataclass(eq=False)
 class Continuation(Forward):
-    """New tokens without pictures behind a prompt that was reduced; all of them stay."""
+    """New tokens without pictures behind a prompt that was reduced; all of them stay.
+
+    ids : their token ids ``[B, S]``; None where the caller gave none.
+    """
+
+    ids: Tensor | None = None
 
 
 @dataclass(eq=False)

@@ -92,7 +92,7 @@ class TextHooks:
             return None
         state = state_of(cache)
         call.cache = cache if cache is not None else call.cache
-        ids = self._prompt_ids(call, embeds, state)
+        given_ids, ids = call.inputs.input_ids, self._prompt_ids(call, embeds, state)
         call.text.timer = call.stats.clock.start(embeds.device), "prefill" if embeds.shape[1] > 1 else "decode"
         # a prompt without pictures is shaped where it is read in chunks
         if not call.plan.active or (ids is None and state is None and not call.plan.splits(embeds.shape[1])):
@@ -109,14 +109,11 @@ class TextHooks:
         if ids is not None:
             forward: Forward = self._prompt(call, kwargs, ids, valid, state, seen)
         else:
-            forward = _continuation(call, state, self._incoming(call, seen, embeds.shape[1]), embeds.device)
-        if state is not None and MergedKeys in state.shared.memories:
-            # masks are numbers where some keys weigh more
-            forward.incoming.merged = state.shared.memory(MergedKeys)
-            forward.incoming.weights = embeds.new_zeros(len(embeds), 1)
+            forward = _continuation(call, state, _incoming(call, state, seen, embeds), embeds.device, given_ids)
         call.text.runs = runs = Runs(forward, self.make_runs(call, forward))
         if ids is None:
-            forward.incoming.as_stored = not runs.read_keys and forward.incoming.weights is None
+            incoming = forward.incoming
+            incoming.as_stored = not runs.read_keys and incoming.weights is None and incoming.merged is None
         runs.before_text(TextInputs(kwargs, valid, call.generating and not call.text.forwards))
         kwargs["attention_mask"] = self.plan.family.mask_argument(forward.real)
         if state is not None:
@@ -213,16 +210,12 @@ class TextHooks:
         embeds, plan = kwargs["inputs_embeds"], call.plan
         valid = torch.ones(embeds.shape[:2], dtype=torch.bool) if valid is None else valid
         layout = _layout(call, ids, valid)
-        incoming = self._incoming(call, seen, embeds.shape[1])
+        incoming = _incoming(call, state, seen, embeds)
         if plan.stores_anew:
             incoming.expected_new_tokens = 0
         result = PromptResult(layout, Reduction.identity(layout.valid))
         groups = plan.family.bidirectional_groups(ids, layout.valid, call.inputs.extra, seen)
         return Prompt(plan, call.stats, state, incoming, embeds.device, result, ids, groups)
-
-    def _incoming(self, call: Call[ModelPlan], seen: int, length: int) -> ForwardInfo:
-        """A forward of ``length`` tokens behind ``seen``, as the cache sees it."""
-        return ForwardInfo(seen, length, as_stored=False, expected_new_tokens=call.expected.after(seen + length))
 
     # --- between layers ---------------------------------------------------------------------------------------
     def before_layer(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -295,14 +288,28 @@ def _count(call: Call[ModelPlan], ids: Tensor) -> bool:
     return visual > 0 or (heard > 0 and call.plan.hears)
 
 
+def _incoming(call: Call[ModelPlan], state: CacheState | None, seen: int, embeds: Tensor) -> ForwardInfo:
+    """A forward of ``embeds [B, S, d]`` behind ``seen`` tokens, as the cache sees it."""
+    end = seen + embeds.shape[1]
+    incoming = ForwardInfo(seen, embeds.shape[1], as_stored=False, expected_new_tokens=call.expected.after(end))
+    if state is not None:
+        incoming.weights, incoming.first_weights = state.shared.places.weights, state.shared.places.first_weights
+        if MergedKeys in state.shared.memories:
+            incoming.merged = state.shared.memory(MergedKeys)
+    return incoming
+
+
 def _continuation(
-    call: Call[ModelPlan], state: CacheState | None, incoming: ForwardInfo, device: torch.device
+    call: Call[ModelPlan],
+    state: CacheState | None,
+    incoming: ForwardInfo,
+    device: torch.device,
+    ids: Tensor | None,
 ) -> Continuation:
     """New tokens without pictures."""
     if state is None:
         raise no_cache(call.plan.recipe.chunk)
-    incoming.weights, incoming.first_weights = state.shared.places.weights, state.shared.places.first_weights
-    return Continuation(call.plan, call.stats, state, incoming, device)
+    return Continuation(call.plan, call.stats, state, incoming, device, ids)
 
 
 def _widen(call: Call[ModelPlan], prompt: Prompt, hidden: Tensor) -> Tensor:

@@ -125,7 +125,8 @@ def read_stored(call: Call[Any], number: int, given: Attention) -> Output:
     layer, seen = _layer_attended(runs.forward, number, given)
     keys = KeysToRead()
     if runs.readers:
-        plain = given.base == "sdpa" and runs.forward.incoming.weights is None
+        incoming = runs.forward.incoming
+        plain = given.base == "sdpa" and incoming.weights is None and incoming.merged is None
         seen.plain = plain and getattr(given.module, "is_causal", True)
         keys = runs.keys_to_read(seen) or keys
     if keys.grown and layer is not None:
@@ -201,20 +202,10 @@ def _masked(forward: Forward, number: int, given: Attention, seen: LayerAttended
         mask = chosen.mask(given.key.shape[2])
         visible = mask if visible is None else mask & visible
     incoming = forward.incoming
-    if incoming.weights is not None:
+    if incoming.weights is not None or incoming.merged is not None:
         # flash attention takes nothing that is added to its logits
         base = "eager" if base == "eager" else "sdpa"
-        index, weights = forward.index(seen.number), incoming.weights
-        if not seen.number and incoming.first_weights is not None:
-            weights = incoming.first_weights
-        added = index.weighed(weights, visible, given.query.shape[2])
-        if incoming.merged is not None:
-            counts = incoming.merged.of_slots(seen.number, index.by_head)
-            added = added + incoming.merged.added(counts)[:, :, None].to(added)
-        if incoming.by_distance:
-            places, end = incoming.phase(seen.number).places.to(added.device), incoming.seen + incoming.length
-            added = added + distance_factor(places, index.by_head, end)
-        return given.run(base, _for_heads(added, given).to(given.query.dtype), seen.scaling)
+        return given.run(base, _weighed(forward, given, seen.number, visible), seen.scaling)
     if base not in BACKENDS:
         base, padding = _for_flash(forward, number, given, seen)
         return given.run(base, padding, seen.scaling)
@@ -226,6 +217,21 @@ def _masked(forward: Forward, number: int, given: Attention, seen: LayerAttended
         return given.run(base, None, seen.scaling)
     mask = _for_heads(visible, given)
     return given.run(base, _added(mask, given.query.dtype) if base == "eager" else mask, seen.scaling)
+
+
+def _weighed(forward: Forward, given: Attention, number: int, visible: Tensor | None) -> Tensor:
+    """The mask ``[B, 1 or Hq, 1 or q, K]`` of numbers by which some keys of a layer weigh more, and others are not
+    ``visible``."""
+    incoming, index, query = forward.incoming, forward.index(number), given.query
+    if incoming.merged is not None:
+        return incoming.merged.mask(number, index, query, visible)
+    assert incoming.weights is not None
+    first = incoming.first_weights if not number else None
+    added = index.weighed(incoming.weights if first is None else first, visible, query.shape[2])
+    if incoming.by_distance:
+        places, end = incoming.phase(number).places.to(added.device), incoming.seen + incoming.length
+        added = added + distance_factor(places, index.by_head, end)
+    return _for_heads(added, given).to(query.dtype)
 
 
 def _for_flash(forward: Forward, number: int, given: Attention, seen: LayerAttended) -> tuple[str, Tensor | None]:
