@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import zoo
 from laws.helpers import inputs, model
@@ -11,6 +12,7 @@ from laws.helpers import inputs, model
 from mmaccel import accelerated
 
 NAME = "granite_docling"
+pytestmark = pytest.mark.skipif(NAME not in zoo.FAMILIES, reason="this transformers does not have it")
 
 
 def pictures(feed: dict[str, Any], processor: Any) -> list[list[tuple[int, int, int]]]:
