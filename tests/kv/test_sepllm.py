@@ -121,7 +121,7 @@ def test_separators_of_an_answer_outlive_the_window() -> None:
         at_comma = cache.mmaccel.seen + 1
         for token in (letter, comma, *[letter] * 16):
             model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)
-        obstacle = captured._obstacle_in_call(model.mmaccel.plan, model.generation_config)
+        obstacle = captured._obstacle_in_cache(model.mmaccel.plan, cache.mmaccel)
     assert obstacle == "sepllm looks at every token"
     for layer in cache.mmaccel.layers:
         held = layer.index.by_head[0, 0].tolist()

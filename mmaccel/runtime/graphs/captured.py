@@ -216,8 +216,6 @@ def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
         return f"with {back} as many tokens run in a step as come back in it"
     if reads and config.compile_config is not None and on_gpu(next(family.text.parameters())):
         return "torch.compile cannot follow the kernels that choose keys; leave out compile_config"
-    if policy is not None and policy.method.needs_separators and policy.method.scheduled:
-        return f"{policy.method.name} looks at every token"
     if policy is not None and policy.method.every == 1 and not policy.method.growth and not policy.method.cap:
         return f"{policy.method.name} evicts at every step; give every=16 for fifteen of sixteen that can be captured"
     # on a GPU a pinned cache is read by a kernel of ours
@@ -238,6 +236,8 @@ def _obstacle_in_cache(plan: ModelPlan, state: CacheState) -> str:
         return _NOTHING
     if any(layer.prefix is not None for layer in state.layers):
         return "rows share a prefix, which captured steps would copy"
+    if plan.policy is not None and plan.policy.method.needs_separators and plan.policy.method.scheduled:
+        return f"{plan.policy.method.name} looks at every token"
     if plan.policy is not None and (plan.policy.method.extends or plan.policy.method.stretch != 1):
         return f"{plan.policy.method.name} turns queries by positions of its own"
     if state.positions.axes_ahead is not None:
