@@ -61,7 +61,7 @@ if [ -n "$dry" ]; then
   step "kernels beside their definitions" 0 "$python" benchmarks/kernels.py --dry-run --check --out "$out/kernels-checked.json"
   step decode 0 "$python" benchmarks/decode.py --dry-run --out "$out/decode.json"
   step kernels 0 "$python" benchmarks/kernels.py --dry-run --out "$out/kernels.json"
-  bench tiny --workload picture-336 video-32 --recipe divprune fastv --retain 0.25 --answer 4 --repeats 1
+  bench tiny --workload picture-336 video-32 --recipe divprune fastv --retain 0.25 --max-new-tokens 4 --repeats 1
 else
   step "kernels beside their definitions" 90 "$python" benchmarks/kernels.py --check --out "$out/kernels-checked.json"
   decode=("$python" benchmarks/decode.py --shape qwen2.5-vl-7b)
@@ -69,10 +69,10 @@ else
   some=(--recipe none balanced snapkv kivi h2o-decode --keys 1024 16384 --batch 1 8 --repeats 3)
   step "decode steps" 180 "${decode[@]}" "${some[@]}" --out "$out/decode.json"
   step kernels 60 "$python" benchmarks/kernels.py --out "$out/kernels.json"
-  bench llava-1.5-7b --workload picture-336 --recipe divprune visionzip fastv snapkv --retain 0.25 --answer 32 --repeats 5
-  bench llava-onevision-7b --workload video-32 video-128 --recipe divprune holitom fastvid --retain 0.1 --answer 32 --repeats 3
-  bench qwen2.5-vl-7b --workload tiles-2880 video-128 --recipe divprune fastv kivi --retain 0.25 --answer 32 --repeats 3
-  bench llava-next-7b --workload tiles-2880 --concurrency 1 4 16 --recipe divprune --retain 0.25 --answer 16 --repeats 2
+  bench llava-1.5-7b --workload picture-336 --recipe divprune visionzip fastv snapkv --retain 0.25 --max-new-tokens 32 --repeats 5
+  bench llava-onevision-7b --workload video-32 video-128 --recipe divprune holitom fastvid --retain 0.1 --max-new-tokens 32 --repeats 3
+  bench qwen2.5-vl-7b --workload tiles-2880 video-128 --recipe divprune fastv kivi --retain 0.25 --max-new-tokens 32 --repeats 3
+  bench llava-next-7b --workload tiles-2880 --concurrency 1 4 16 --recipe divprune --retain 0.25 --max-new-tokens 16 --repeats 2
 fi
 if has torchvision; then
   limit=(--retain 0.5 0.25 0.1 --limit 20 --batch-size 60)

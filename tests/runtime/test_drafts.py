@@ -40,7 +40,8 @@ VERIFYING = ("divprune", "fastv", "pyramiddrop", "snapkv", "adakv", "h2o", "stre
 
 
 class Liar(Drafter):
-    """Proposes what :attr:`plan` says: noise, the right answer, the right answer with a wrong token, or an error."""
+    """Proposes what :attr:`plan` says: noise, the right answer, the right answer for the first row alone, the right answer with
+    a wrong token, or an error."""
 
     name = "liar"
     plan: ClassVar[str] = "noise"
@@ -56,7 +57,7 @@ class Liar(Drafter):
         if self.plan == "error":
             raise RuntimeError("no draft today")
         noise = torch.randint(5, 60, (most,), generator=self.random).tolist()
-        if self.plan == "noise":
+        if self.plan == "noise" or (self.plan == "first" and self.row):
             return noise
         answer = self.truth[self.row]
         done = next(n for n in range(len(answer), -1, -1) if list(tokens[len(tokens) - n :]) == answer[:n])
@@ -502,23 +503,35 @@ def test_second_turns(family: str, liar: type[Liar], monkeypatch: pytest.MonkeyP
     assert torch.equal(again, wanted)
 
 
+@pytest.mark.parametrize(
+    ("plan", "ends"), [("mixed", ()), ("first", ()), ("first", (0,)), ("mixed", (1,)), ("right", (0, 1))]
+)
 @pytest.mark.parametrize("family", SHORT)
-def test_second_turns_of_a_batch(family: str, liar: type[Liar], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that accepted different numbers of tokens leave no gaps in the cache that comes back."""
+def test_second_turns_of_a_batch(
+    family: str, plan: str, ends: Any, liar: type[Liar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that accepted different numbers of tokens, and ended before others, leave no gaps in the cache that comes back, but
+    what plain decoding leaves: at most some tokens less."""
     tiny, feed = zoo.model(family), zoo.inputs(family, "uneven")
-    first = generate(tiny, feed, return_dict_in_generate=True)
+    answers = told(feed, generate(tiny, feed))
+    # some rows end at the token of theirs that comes last
+    end = {"eos_token_id": [max(answers[row], key=answers[row].index) for row in ends]} if ends else {}
+    first = generate(tiny, feed, return_dict_in_generate=True, **end)
     monkeypatch.setattr(liar, "truth", told(feed, first.sequences))
-    monkeypatch.setattr(liar, "plan", "mixed")
+    monkeypatch.setattr(liar, "plan", plan)
     with accelerated(tiny, "divprune", lossless=True, lookup="liar"):
-        out = generate(tiny, feed, return_dict_in_generate=True)
-        assert tiny.mmaccel.stats().drafting["drafted"] > tiny.mmaccel.stats().drafting["accepted"] > 0
+        out = generate(tiny, feed, return_dict_in_generate=True, **end)
+        assert tiny.mmaccel.stats().drafting["drafted"] >= tiny.mmaccel.stats().drafting["accepted"] > 0
     assert torch.equal(out.sequences, first.sequences)
     mine, its = out.past_key_values, first.past_key_values
-    assert mine.get_seq_length() == its.get_seq_length()
-    real = torch.cat([feed["attention_mask"], torch.ones(len(out.sequences), NEW - 1, dtype=torch.long)], 1).bool()
+    length = mine.get_seq_length()
+    assert length == its.get_seq_length() or (ends and length < its.get_seq_length())
+    real = torch.cat([feed["attention_mask"], torch.ones(len(out.sequences), NEW - 1, dtype=torch.long)], 1)
+    real = real[:, :length].bool()
     for one, other in zip(mine.layers, its.layers, strict=True):
-        kept = real[:, -one.keys.shape[2] :, None].expand(-1, -1, one.keys.shape[1]).transpose(1, 2)
-        torch.testing.assert_close(one.keys[kept], other.keys[kept], rtol=1e-4, atol=1e-4)
+        keys = other.keys[:, :, : other.keys.shape[2] + length - its.get_seq_length()]
+        kept = real[:, -keys.shape[2] :, None].expand(-1, -1, keys.shape[1]).transpose(1, 2)
+        torch.testing.assert_close(one.keys[kept], keys[kept], rtol=1e-4, atol=1e-4)
 
 
 def test_an_end_inside_a_draft_ends_the_cache(liar: type[Liar], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ class Decoder:
         wanted = config.return_dict_in_generate and (config.output_scores or config.output_logits)
         rows = [Row(ids, len(ids)) for ids in input_ids.tolist()]
         put = None if self.streamer is None else self.streamer.put
-        step = Step(reader, chooser, ending, rows, put, bool(wanted), drafting.learn)
+        step = Step(reader, chooser, ending, rows, put, bool(wanted), drafting.learn, _filler(config))
         step.commit(reader.prefill()[:, None], [Draft()] * len(rows))
         if not all(row.ended for row in rows):
             drafting.begin(rows, reader, chooser)
@@ -91,6 +91,7 @@ class Step:
     put: Callable[[Tensor], None] | None
     record: bool
     learn: Callable[[Sequence[Sequence[int]], Tensor], None]
+    filler: int
 
     def fitted(self, drafts: Sequence[Draft]) -> Sequence[Draft]:
         """Cut drafts so that every row reads the same number of tokens, where layers have a recurrent state, which padding
@@ -106,15 +107,18 @@ class Step:
 
     def read(self, drafts: Sequence[Draft]) -> Tensor:
         """Logits ``[B, n, V]`` behind the pending tokens and the drafts of every row; what lies behind them is padding, but for
-        recurrent states, where no more is read than the shortest row has."""
+        recurrent states, where no more is read than the shortest row has. A row that has ended goes on with padding, as in
+        plain decoding."""
         blocks = [
-            [*row.pending, *draft.tokens] if not row.ended else [0]
+            [*row.pending, *draft.tokens] if not row.ended else [*row.pending]
             for row, draft in zip(self.rows, drafts, strict=True)
         ]
-        length = max(map(len, blocks))
-        if self.reader.recurrent:
-            length = min(len(block) for block, row in zip(blocks, self.rows, strict=True) if not row.ended)
-            blocks = [block[:length] for block in blocks]
+        going = [len(block) for block, row in zip(blocks, self.rows, strict=True) if not row.ended]
+        length = min(going) if self.reader.recurrent else max(going)
+        blocks = [
+            [*block, *[self.filler] * (length - len(block))][:length] if row.ended else block[:length]
+            for block, row in zip(blocks, self.rows, strict=True)
+        ]
         tokens = torch.tensor([[*block, *[block[-1]] * (length - len(block))] for block in blocks])
         parents = None
         if any(draft.parents for draft in drafts):
@@ -204,13 +208,11 @@ class Step:
             self.put(torch.tensor([token]))
 
     def _forget(self, counts: Sequence[int | None]) -> None:
-        """Keep the first ``counts`` tokens of every row that were read; a row that ended before, or while others go on, needs
-        none of them."""
+        """Keep the first ``counts`` tokens of every row that were read; of a row that ended before (None) as many as of
+        another."""
         if not self.reader.unkept:
             # the prompt was read
             return
-        if not all(row.ended for row in self.rows):
-            counts = [None if row.ended else count for row, count in zip(self.rows, counts, strict=True)]
         for row, kept in zip(self.rows, self.reader.keep(counts), strict=True):
             row.pending = row.pending[kept:]
 
@@ -229,11 +231,14 @@ def _check(config: Any) -> None:
         raise UnsupportedError("Drafts need a KV cache, and use_cache=False makes none; leave out use_cache=False.")
 
 
+def _filler(config: Any) -> int:
+    """What stands behind a row that has ended."""
+    return 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+
+
 def _result(rows: Sequence[Row], reader: Reader, config: Any, ids: Tensor) -> Any:
     """What ``generate`` returns: rows padded behind their ends, scores and logits with zeros."""
-    longest = max(len(row.tokens) for row in rows)
-    pad = config._pad_token_tensor
-    filler = 0 if pad is None else int(pad)
+    longest, filler = max(len(row.tokens) for row in rows), _filler(config)
     sequences = torch.tensor([row.tokens + [filler] * (longest - len(row.tokens)) for row in rows], device=ids.device)
     if not config.return_dict_in_generate:
         return sequences

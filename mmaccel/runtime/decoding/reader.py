@@ -127,8 +127,8 @@ class Reader:
         return logits
 
     def keep(self, counts: Sequence[int | None]) -> list[int]:
-        """Forget all but the first ``counts`` tokens of every row that were read since the last call, any number (None) where a
-        row needs none of them; how many stay."""
+        """Forget all but the first ``counts`` tokens of every row that were read since the last call, of a row whose count is
+        None as many as of another; how many stay."""
         wanted = [count for count in counts if count is not None] or [0]
         most = max(wanted) if self.ragged else min(wanted)
         if self.recurrent and most < self.unkept:
@@ -143,12 +143,13 @@ class Reader:
         return kept
 
     def close_gaps(self, length: int) -> None:
-        """Leave the cache as plain decoding does, with ``length`` tokens: those of every row in their order. Called at the end;
-        what lies behind the end of a row does not matter."""
+        """Leave the cache as plain decoding does, with ``length`` tokens: those of every row in their order. Called at the end.
+        Where a row has fewer, they are fewer, and the next turn reads the others."""
         if self.gaps is None or not bool(self.gaps.any()):
             return
         order = self.gaps.long().argsort(dim=1, stable=True)
         before = self.cache.get_seq_length() - order.shape[1]
+        length = min(length, before + int((~self.gaps).sum(1).min()))
         for layer in self.cache.layers:
             for name in ("keys", "values"):
                 x = getattr(layer, name)
