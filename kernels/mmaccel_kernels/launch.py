@@ -116,7 +116,7 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> A
 
     Parameters
     ----------
-    *args : of the kernel, a tensor first. **options : its ``tl.constexpr`` arguments, ``num_warps`` and ``num_stages``.
+    *args : of the kernel, tensors among them. **options : its ``tl.constexpr`` arguments, ``num_warps`` and ``num_stages``.
 
     Raises
     ------
@@ -139,7 +139,7 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> A
             _fewer[_configuration(kernel, args, asked)] = options["num_stages"] - 1
             return enqueue(kernel, grid, *args, **asked)
         options = asked
-        found, device, name = _explained(error), args[0].device, kernel.fn.__name__
+        found, device, name = _explained(error), _device_of(args), kernel.fn.__name__
         if not any(key[:2] == (kernel, device) for key in _failed):
             text = f"The kernel {name} cannot be compiled for {device}, plain torch is used: {found}."
             warnings.warn(text, RuntimeWarning, stacklevel=4)
@@ -227,7 +227,12 @@ def failure(operation: Callable[..., Any], device: torch.device) -> Obstacle | N
 def _configuration(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Hashable, ...]:
     """What a kernel is compiled for, as far as a failure may depend on it."""
     types = tuple(arg.dtype for arg in args if isinstance(arg, Tensor))
-    return kernel, args[0].device, types, tuple(options.items())
+    return kernel, _device_of(args), types, tuple(options.items())
+
+
+def _device_of(args: tuple[Any, ...]) -> torch.device:
+    """Of the tensors among the arguments; others may be None."""
+    return next(arg.device for arg in args if isinstance(arg, Tensor))
 
 
 def _with_stages(options: dict[str, Any], stages: int) -> dict[str, Any]:

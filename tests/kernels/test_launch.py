@@ -345,16 +345,18 @@ def test_where_memory_does_not_hold_the_stages_fewer_are_compiled(
 
     monkeypatch.setattr(launch, "_failed", {})
     monkeypatch.setattr(launch, "_fewer", {})
-    kernel, x, options = Kernel(), torch.zeros(1), {"STAGES": 5, "num_stages": 5, "num_warps": 4}
+    kernel, options = Kernel(), {"STAGES": 5, "num_stages": 5, "num_warps": 4}
+    # what a kernel leaves out comes as None
+    x = None, torch.zeros(1)
     if least:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert [launch.enqueue(kernel, (1,), x, **options) for _ in range(2)] == ["made", "made"]
+            assert [launch.enqueue(kernel, (1,), *x, **options) for _ in range(2)] == ["made", "made"]
     else:
         with pytest.warns(RuntimeWarning, match="cannot be compiled"), pytest.raises(launch.Unbuildable):
-            launch.enqueue(kernel, (1,), x, **options)
+            launch.enqueue(kernel, (1,), *x, **options)
         with pytest.raises(launch.Unbuildable):
-            launch.enqueue(kernel, (1,), x, **options)
+            launch.enqueue(kernel, (1,), *x, **options)
     assert asked == tried
 
 
