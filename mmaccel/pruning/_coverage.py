@@ -13,6 +13,8 @@ from ..core.budget import apportion
 WINDOW = 4096
 #: the share of the largest gain below which a gain is rounding
 _NOISE = 1e-12
+#: the share of the best worth, or of the largest that one row adds, by which two may differ and still be a tie
+_TIE = 1e-6
 
 
 def covering(
@@ -26,7 +28,8 @@ def covering(
     """``[N, n]`` bool: ``count [N]`` columns of ``pairs [N, m, n]`` picked greedily.
 
     With ``c_i`` the largest of zero and the picked columns of row ``i``, a column is worth ``weight_j sum_i max(0, pairs_ij -
-    c_i) + bonus_j``; the best is picked, the lower one on a tie.
+    c_i) + bonus_j``; the best is picked, the lower one on a tie: two columns that cover each other are worth the same, however
+    that is rounded.
 
     Parameters
     ----------
@@ -38,9 +41,12 @@ def covering(
     covered = pairs.new_zeros(pairs.shape[:2])
     gain = pairs.clamp(min=0).sum(1, dtype=torch.float64)
     least = gain.amax(1, keepdim=True) * _NOISE if gain.numel() else gain
+    alone = (pairs.amax(1) * weight).amax(1, keepdim=True) if gain.numel() else pairs.new_zeros(len(pairs), 1)
     for turn in range(int(count.max()) if count.numel() else 0):
         worth = of_first(gain.masked_fill(gain < least, 0.0).float(), first) * weight + bonus
-        pick = worth.masked_fill(picked | ~valid, -torch.inf).argmax(1)
+        worth = worth.masked_fill(picked | ~valid, -torch.inf)
+        best = worth.amax(1, keepdim=True)
+        pick = (worth >= best - _TIE * torch.maximum(best, alone)).int().argmax(1)
         picked[row, pick] |= turn < count
         now = torch.maximum(covered, pairs[row, :, pick])
         # gains change in rows that are covered better; a GPU, which would have to be asked for them, computes all

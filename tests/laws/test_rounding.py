@@ -36,6 +36,7 @@ from mmaccel.method import (
     TokenMethod,
 )
 from mmaccel.method.registry import methods
+from mmaccel.pruning._coverage import cosines, covering
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -308,6 +309,19 @@ def test_keys_that_leave_are_merged_into_the_same(how: str) -> None:
             ones = [merge(how, *(part[row : row + 1] for part in (x, values, kept, ~kept))) for row in range(2)]
         torch.testing.assert_close((made.keys, made.values), (clean.keys, clean.values), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(torch.cat([one.values for one in ones]), clean.values, rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_that_cover_each_other_tie() -> None:
+    """Either of a pair covers both as well as the other: the lower slot is picked, however the sums round."""
+    random = torch.Generator().manual_seed(0)
+    axes = torch.linalg.qr(torch.randn(64, 64, generator=random)).Q
+    pairs = torch.stack([axes[:16], 0.6 * axes[:16] + 0.8 * axes[16:32]], 1).flatten(0, 1)[None]
+    valid, first = torch.ones(1, 32, dtype=torch.bool), torch.arange(0, 32, 2).tolist()
+    for seed in range(8):
+        with noisy(seed, units=4):
+            likeness, copies = cosines(pairs, valid)
+            kept = covering(likeness, valid, torch.tensor([16]), copies)
+        assert kept.nonzero()[:, 1].tolist() == first
 
 
 def test_the_noise_is_noise() -> None:
