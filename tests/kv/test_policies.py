@@ -28,6 +28,7 @@ from mmaccel.kv.policies.em_llm import EMLLM
 from mmaccel.kv.policies.expected_attention import ExpectedAttention
 from mmaccel.kv.policies.frame_bounds import FrameBounds
 from mmaccel.kv.policies.h2o import H2O
+from mmaccel.kv.policies.hermes import HERMES
 from mmaccel.kv.policies.infinipot_v import Frames, InfiniPotV
 from mmaccel.kv.policies.infllm import InfLLM
 from mmaccel.kv.policies.keydiff import KeyDiff
@@ -52,6 +53,7 @@ from mmaccel.kv.policies.snapkv import SnapKV
 from mmaccel.kv.policies.speckv import SpecKV
 from mmaccel.kv.policies.streaming_llm import StreamingLLM
 from mmaccel.kv.policies.streamingtom import StreamingTOM
+from mmaccel.kv.policies.streammem import StreamMem
 from mmaccel.kv.policies.tova import Tova
 from mmaccel.kv.policies.vatp import VATP
 from mmaccel.kv.policies.visionpulse import VisionPulse
@@ -95,6 +97,8 @@ POLICIES = [
     Compactor(),
     CUR(),
     EMLLM(),
+    HERMES(),
+    StreamMem(),
     FrameBounds(),
     InfLLM(),
     Keyformer(),
