@@ -159,6 +159,18 @@ def test_a_padded_row_is_scored_as_alone(policy: Policy) -> None:
         torch.testing.assert_close(score[row][:, keys.valid[row]], rank(policy, alone(keys, row))[0])
 
 
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
+def test_keys_and_values_of_zeros_have_scores(policy: Policy) -> None:
+    """A projection without a bias makes them of a token without an embedding: also where a policy keeps all that it likes."""
+    keys = keys_of((0, 4))
+    nothing = torch.tensor([0, 7, 11, 28, 29])
+    assert keys.outgoing is not None
+    keys.keys[:, :, nothing], keys.values[:, :, nothing], keys.outgoing[:, :, nothing] = 0.0, 0.0, 0.0
+    if policy.window:
+        keys = replace(keys, queries=keys.queries[:, :, -policy.window :], places=keys.places[:, -policy.window :])
+    assert not rank(policy, keys).isnan().any()
+
+
 def test_every_policy_is_tested_here() -> None:
     """All that score keys: without a budget there is nothing to score for, nor where all keys stay."""
     own = {kind for kind in synthetic.offered(Policy).values() if kind.__module__.startswith("mmaccel.kv")}

@@ -61,7 +61,8 @@ class CriticalKV(SnapKV):
         count = (keys.count.double() * self.first).long().repeat_interleave(score.shape[1])
         best = top_mask(score.flatten(0, 1), candidates, count.to(score.device)).view_as(score)
         outgoing = of_first_keys(keys.outgoing, keys.values, keys.valid)
-        return ((score + self.epsilon) * outgoing).masked_fill(best, torch.inf)
+        # what stays in any case is infinite, also where its value changes nothing
+        return ((score + self.epsilon) * outgoing).masked_fill(best | score.isposinf(), torch.inf)
 
 
 def _computes(weight: Tensor) -> bool:
