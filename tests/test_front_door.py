@@ -163,7 +163,7 @@ def nearest(name: str) -> str:
         ("TRIM", ". Not here: not built yet. Nearest in what they do: 'cdpruner', 'qg-vtc', 'visiontrim'."),
         ("Chunk-KV", "; did you mean 'chunkkv'? Nearest in what they do: '"),
         ("Long-VU", ". Not here: needs weights of its own. Nearest in what they do: 'free-video-llm', "),
-        ("SubGen", ". Not here: not built yet."),
+        ("LongMamba", ". Not here: not built yet."),
         # words
         ("attention-sinks", "; did you mean 'duoattention' or 'attention-received' or "),
         ("kv_quantization", "; nearest in what they do: 'fp8', "),

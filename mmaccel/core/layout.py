@@ -106,6 +106,8 @@ class Layout:
     @cached_property
     def heard(self) -> Tensor:
         """``[B, S]`` bool: places of tokens of sounds."""
+        if not self.sounds:
+            return _nowhere(self.valid)
         mask = torch.zeros_like(self.valid)
         for sound in self.sounds:
             mask[sound.row, sound.places] = True
@@ -191,7 +193,7 @@ class Layout:
             tile=pad([tiles(part) for part in parts]),
             tiles=torch.tensor([sum(s.tile.parts for s in part) for part in parts]),
             grid=torch.tensor([grid for _, grid in films]),
-            heard=torch.zeros_like(places, dtype=torch.bool),
+            heard=_nowhere(places),
         )
 
     def _rows(self) -> Units:
@@ -311,3 +313,8 @@ class Units:
         taken = {name: getattr(self, name).gather(1, slots).masked_fill(~held, -1) for name in names}
         cells = self.cells.gather(1, slots[..., None].expand(-1, -1, 3)).masked_fill(~held[..., None], -1)
         return replace(self, cells=cells, heard=self.heard.gather(1, slots) & held, **taken)
+
+
+def _nowhere(like: Tensor) -> Tensor:
+    """False of the shape of a tensor, in a single byte."""
+    return torch.zeros((), dtype=torch.bool, device=like.device).expand(like.shape)

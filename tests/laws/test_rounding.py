@@ -19,6 +19,7 @@ from noise import noisy
 from synthetic import attention_of, copied
 from torch import Tensor
 
+from mmaccel import get_method
 from mmaccel.families import family_of
 from mmaccel.kv.merge import merge
 from mmaccel.kv.select import choose, rank
@@ -36,7 +37,6 @@ from mmaccel.method import (
     TokenMethod,
 )
 from mmaccel.method.registry import methods
-from mmaccel.pruning._coverage import cosines, covering
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -316,12 +316,13 @@ def test_tokens_that_cover_each_other_tie() -> None:
     random = torch.Generator().manual_seed(0)
     axes = torch.linalg.qr(torch.randn(64, 64, generator=random)).Q
     pairs = torch.stack([axes[:16], 0.6 * axes[:16] + 0.8 * axes[16:32]], 1).flatten(0, 1)[None]
-    valid, first = torch.ones(1, 32, dtype=torch.bool), torch.arange(0, 32, 2).tolist()
+    row, columns = torch.zeros(1, 32, dtype=torch.long), torch.arange(32)[None]
+    cells = torch.stack([row, row, columns], -1)
+    tokens = TokenBatch(pairs, row == 0, cells, torch.tensor([[1, 1, 32]]), row)
     for seed in range(8):
         with noisy(seed, units=4):
-            likeness, copies = cosines(pairs, valid)
-            kept = covering(likeness, valid, torch.tensor([16]), copies)
-        assert kept.nonzero()[:, 1].tolist() == first
+            kept = get_method("coverage")().reduce(tokens, torch.tensor([16])).kept
+        assert kept.nonzero()[:, 1].tolist() == columns[0, ::2].tolist()
 
 
 def test_the_noise_is_noise() -> None:

@@ -263,7 +263,8 @@ def test_impossible_options_are_refused(make) -> None:
 
 
 def test_they_are_known_by_name() -> None:
-    """All that merge over the pictures and clips of a prompt; those that merge over its segments are in test_methods."""
+    """All that merge over the pictures and clips of a prompt; those that merge over its segments are in test_methods, and over
+    rows with sounds in test_sounds."""
     own = {name for name, kind in synthetic.offered(ProjectorMethod).items() if "mmaccel.merging." in kind.__module__}
-    assert set(NAMES) == {name for name in own if mmaccel.get_method(name).unit != "segment"}
+    assert set(NAMES) == {name for name in own if mmaccel.get_method(name).unit not in ("segment", "row")}
     assert "pitome" in mmaccel.methods()

@@ -16,7 +16,7 @@ from tiled import COUNTS, batch_of, row_of
 import mmaccel
 from mmaccel import MmaccelError, UnsupportedError, accelerated
 from mmaccel.core.budget import resolve
-from mmaccel.method import ProjectorMethod, TokenMethod
+from mmaccel.method import PreviewMethod, ProjectorMethod, TokenMethod
 from mmaccel.pruning import prumerge
 from mmaccel.pruning.fopru import FoPru
 from mmaccel.pruning.hired import HiRED
@@ -24,11 +24,11 @@ from mmaccel.pruning.prumerge import PruMerge, PruMergePlus
 from mmaccel.pruning.visionzip import VisionZip
 from mmaccel.pruning.vispruner import VisPruner
 
-#: the choices of papers between encoder and language model, by name
+#: the choices of papers between encoder and language model, by name; a first pass of layers needs a model (test_layers)
 PRUNING = {
     name: kind
     for name, kind in synthetic.offered(ProjectorMethod).items()
-    if kind.paper and kind.__module__.startswith("mmaccel.pruning.")
+    if kind.paper and kind.__module__.startswith("mmaccel.pruning.") and not issubclass(kind, PreviewMethod)
 }
 #: every one as it comes, and some with other options
 METHODS = [
