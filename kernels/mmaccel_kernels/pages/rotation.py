@@ -18,14 +18,14 @@ def rotate(x: Tensor, seed: int, sketch: bool = False) -> Tensor:
     independent numbers of N(0, 1)."""
     if _by_steps(x, sketch):
         return _hadamard(x * signs(x.shape[-1], seed))
-    return (x.double() @ _matrix_on(x.device, x.shape[-1], seed, sketch).mT).float()
+    return (x.double() @ _matrix_for(x, seed, sketch).mT).float()
 
 
 def rotate_back(x: Tensor, seed: int, sketch: bool = False) -> Tensor:
     """``R^T x``, the inverse of :func:`rotate` unless it is of a ``sketch``."""
     if _by_steps(x, sketch):
         return _hadamard(x) * signs(x.shape[-1], seed)
-    return (x.double() @ _matrix_on(x.device, x.shape[-1], seed, sketch)).float()
+    return (x.double() @ _matrix_for(x, seed, sketch)).float()
 
 
 def matrix(width: int, seed: int, sketch: bool = False) -> Tensor:
@@ -64,6 +64,11 @@ def _fast(width: int) -> bool:
 
 def _by_steps(x: Tensor, sketch: bool) -> bool:
     return not sketch and _fast(x.shape[-1]) and x.device.type == "cpu"
+
+
+def _matrix_for(x: Tensor, seed: int, sketch: bool) -> Tensor:
+    width = x.shape[-1]
+    return matrix(width, seed, sketch) if x.device.type == "cpu" else _matrix_on(x.device, width, seed, sketch)
 
 
 @lru_cache(maxsize=64)
