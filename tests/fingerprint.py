@@ -308,6 +308,18 @@ def ways() -> dict[str, Callable[[], Way]]:
         ),
         "lossless, the model drafts": lambda: Way(of(adakv), accelerating={"lossless": True, "draft": "self"}),
         "lossless, without layers": lambda: Way(get_recipe("none"), accelerating={"lossless": True, "draft": [1, 3]}),
+        # long enough to be captured on a GPU
+        **{
+            f"a longer answer: {name}": functools.partial(Way, of(*stages), calling={"max_new_tokens": 24})
+            for name, stages in {
+                "none": (),
+                "tokens": before,
+                "heads differ": (adakv,),
+                "h2o while decoding": (h2o,),
+                "chosen keys": (Stage("quest", 0.4),),
+                **{f"pages, {name}": stages for name, stages in PAGES.items()},
+            }.items()
+        },
         "a static cache": lambda: Way(get_recipe("none"), calling={"cache_implementation": "static"}),
         "without a cache": lambda: Way(of(*before), calling={"use_cache": False}),
         "sampling": lambda: Way(of(Stage("random", 0.5), adakv), calling={"do_sample": True, "top_k": 8}),
