@@ -349,9 +349,7 @@ class Engine(ModelSlot):
         look: Callable[[], None],
         tell: Callable[[], None],
     ) -> None:
-        def show(text: str, tokens: int) -> None:
-            column.text, column.tokens = text, tokens
-            tell()
+        show = _showing(column, tell)
 
         def draw(model: Any, out: Any) -> None:
             column.view = view_of(model, cache_of(out), prompt, recipe)
@@ -379,9 +377,7 @@ class Engine(ModelSlot):
     ) -> None:
         """One answer with drafts of a model that is accelerated."""
 
-        def show(text: str, tokens: int) -> None:
-            column.text, column.tokens = text, tokens
-            tell()
+        show = _showing(column, tell)
 
         try:
             look()
@@ -582,3 +578,13 @@ class _Bar:
     def __getattr__(self, name: str) -> Any:
         # the rest of a bar: set_description, refresh, close and so on
         return lambda *args, **kwargs: None
+
+
+def _showing(column: Column, tell: Callable[[], None]) -> Callable[[str, int], None]:
+    """What puts the answer so far into a column, text and number of tokens, and tells of it."""
+
+    def show(text: str, tokens: int) -> None:
+        column.text, column.tokens = text, tokens
+        tell()
+
+    return show

@@ -110,16 +110,15 @@ class Step:
         recurrent states, where no more is read than the shortest row has. A row that has ended goes on with padding, as in
         plain decoding."""
         blocks = [
-            [*row.pending, *draft.tokens] if not row.ended else [*row.pending]
-            for row, draft in zip(self.rows, drafts, strict=True)
+            [*row.pending, *(() if row.ended else draft.tokens)] for row, draft in zip(self.rows, drafts, strict=True)
         ]
         going = [len(block) for block, row in zip(blocks, self.rows, strict=True) if not row.ended]
         length = min(going) if self.reader.recurrent else max(going)
-        blocks = [
-            [*block, *[self.filler] * (length - len(block))][:length] if row.ended else block[:length]
-            for block, row in zip(blocks, self.rows, strict=True)
-        ]
-        tokens = torch.tensor([[*block, *[block[-1]] * (length - len(block))] for block in blocks])
+        blocks = [block[:length] for block in blocks]
+        fillers = [self.filler if row.ended else block[-1] for row, block in zip(self.rows, blocks, strict=True)]
+        tokens = torch.tensor(
+            [[*block, *[one] * (length - len(block))] for block, one in zip(blocks, fillers, strict=True)]
+        )
         parents = None
         if any(draft.parents for draft in drafts):
             parents = []

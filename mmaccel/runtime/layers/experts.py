@@ -34,8 +34,10 @@ class SkipExperts(Run):
         real = forward.real
         places = forward.incoming.phases[-1][1].places
         rows, length = len(places), len(hidden) // len(places)
-        known = torch.ones(rows, length, dtype=torch.bool, device=hidden.device)
-        known = known if real is None else real[:, -length:].to(hidden.device)
+        if real is None:
+            known = torch.ones(rows, length, dtype=torch.bool, device=hidden.device)
+        else:
+            known = real[:, -length:].to(hidden.device)
         whole, received = weights.view(rows, length, -1), self.received.pop(number, None)
         with torch.no_grad(), without_autocast(hidden.device):
             used = method.uses(whole.float(), hidden.view(rows, length, -1), received, known)
