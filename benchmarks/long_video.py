@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +103,11 @@ def through_generate(path: str, frames: int, cap: int) -> dict[str, Any]:
     return {"frames": session.frames, "seconds": seconds, "peak": peak(), "keys": session.tokens()}
 
 
-def through_video_qa(path: str, frames: int, cap: int) -> dict[str, Any]:
+def through_video_qa(path: str, frames: int, cap: int, recipe: str = "infinipot-v") -> dict[str, Any]:
     """The same by ``video-qa``."""
     model, processor = load("mini-qwen-vl")
     begin, asked = time.perf_counter(), [{"video": path, "question": "what is there?"}]
-    given = {"recipe": "infinipot-v", "cap": cap, "frames": frames, "max_new_tokens": 4}
+    given = {"recipe": recipe, "cap_tokens": cap, "frames": frames, "max_new_tokens": 4}
     (record,) = answer_videos(asked, model, processor, **given)
     if "error" in record:
         raise RuntimeError(record["error"])
@@ -122,7 +123,11 @@ def in_child(kind: str, *arguments: Any) -> dict[str, Any]:
 
 
 #: how a file is read
-WAYS = {"generate": through_generate, "video-qa": through_video_qa}
+WAYS = {
+    "generate": through_generate,
+    "video-qa": through_video_qa,
+    "video-qa, `balanced`": partial(through_video_qa, recipe="balanced"),
+}
 
 
 def table(report: dict[str, Any]) -> str:

@@ -68,7 +68,7 @@ examples:
   mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen --recipe holitom --retain 0.15
   mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen --frames 32 --frame-method scene-frames
   mmaccel video-qa questions.jsonl -o full.jsonl --model ./my-qwen --recipe none --json full.json
-  mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen --frames 3600 --recipe infinipot-v --set cap=4096
+  mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen --frames 3600 --cap-tokens 4096
   mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen-7b --lossless --draft ./my-qwen-3b
   mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen --retain 0.1 --fallback 0.9
   mmaccel video-qa questions.jsonl -o answers.jsonl --model /shared/my-qwen --ray auto
@@ -77,8 +77,8 @@ lines of questions.jsonl:
   {"video": "clips/dog.mp4", "question": "What does the dog carry?"}
   {"video": "clips/dog.mp4", "question": "Where is it?", "choices": ["in a garden", "on a beach"], "answer": "on a beach"}
 
-With a recipe whose cache policy has a cap (--set cap=KEYS), videos of more than 64 frames are decoded, encoded and read
-group by group, and peak memory does not grow with --frames.
+With --cap-tokens, or a recipe whose cache policy has a cap (--set cap=KEYS), videos of more than 64 frames are decoded,
+encoded and read group by group, and peak memory does not grow with --frames.
 """
 
 #: changed videos, and clips or answers that could not be read, that are listed at most
@@ -113,6 +113,15 @@ class Bulk:
     ] = "auto"
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="Limit for decoding one video.")] = 120.0
     memory_limit: Annotated[float, typer.Option(metavar="GIB", help="Limit for all decoded videos together.")] = 4.0
+    cap_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="KEYS",
+            min=1,
+            help="Read clips of more than 64 frames group by group, with so many keys a head; the recipe's policy evicts, or "
+            "infinipot-v.",
+        ),
+    ] = None
     ray: Annotated[
         str | None,
         typer.Option(
@@ -291,6 +300,7 @@ def _settings(which: ModelOptions, how: RecipeOptions, drafts: AnswerOptions, bu
         batch_size=bulk.batch_size,
         timeout=bulk.time_limit,
         memory=int(bulk.memory_limit * GIB),
+        cap_tokens=bulk.cap_tokens,
         drafts=drafts.arguments(),
         **vars(which) | {"model": which.model or str(ask.shipped(video=True))},
     )
@@ -310,6 +320,8 @@ def _answer(
 
     begin = time.perf_counter()
     with working("questions", len(questions), len(questions) - len(waiting)) as bar:
+        if (hint := settings.hint()) is not None:
+            bar.say(hint)
         answerer: VideoAnswerer | ClusterAnswerer
         if bulk.ray is None:
             answerer = VideoAnswerer(settings, say=bar.say)

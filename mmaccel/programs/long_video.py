@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
 
-from ..recipe import Recipe, get_recipe
-from ..video.groups import AT_ONCE, FrameGroups
+from ..errors import MmaccelError
+from ..method import FrameChoice, Policy
+from ..recipe import Recipe, Stage, get_recipe
+from ..video.groups import FrameGroups
 from .streaming import VideoSession, evicting
 
 
@@ -69,11 +72,35 @@ def read_groups(groups: FrameGroups, model: Any, recipe: Any, **session: Any) ->
     return reading
 
 
-def streamed_cap(recipe: Recipe, frames: int) -> int | None:
-    """The ``cap`` of a recipe's policy if clips of so many frames are read group by group with it: more than a group, and of no
-    method that chooses by the question. None else."""
+def needs_all_frames(recipe: Recipe) -> str | None:
+    """The reason why clips cannot be read group by group with a recipe; None where they can."""
+    for stage, method in recipe.build():
+        if isinstance(method, FrameChoice):
+            return f"{stage.method} chooses among all frames"
+        if getattr(method, "needs_question", False):
+            return f"{stage.method} looks at the question"
+        if isinstance(method, Policy) and evicting([method]) is None:
+            return f"its policy {stage.method} evicts nothing below a cap"
+    try:
+        bounded(recipe, 1 << 20).build()
+    except MmaccelError as error:
+        return str(error).partition(";")[0].rstrip(".")
+    return None
+
+
+def bounded(recipe: Recipe, cap: int) -> Recipe:
+    """The recipe with a policy that evicts at ``cap`` keys a head: its own one, or ``infinipot-v`` where it has none."""
+    stages = list(recipe.stages)
+    at = evicting([stage.build() for stage in stages])
+    if at is None:
+        at = next((i for i, stage in enumerate(stages) if stage.kind.site == "codec"), len(stages))
+        stages.insert(at, Stage("infinipot-v", 1.0))
+    stages[at] = dataclasses.replace(stages[at], options={**stages[at].options, "cap": cap})
+    return dataclasses.replace(recipe, stages=tuple(stages))
+
+
+def own_cap(recipe: Recipe) -> int | None:
+    """The ``cap`` of a recipe's policy, if it has one."""
     built = [method for _, method in recipe.build()]
     at = evicting(built)
-    cap = 0 if at is None else built[at].cap  # type: ignore[attr-defined]
-    asks = any(getattr(one, "needs_question", False) for one in built)
-    return cap if cap and not asks and frames > (recipe.frames_at_once or AT_ONCE) else None
+    return None if at is None else built[at].cap or None  # type: ignore[attr-defined]

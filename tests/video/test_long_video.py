@@ -16,11 +16,11 @@ from films import film
 from laws import oracle
 from tail import few
 
-from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, VideoSession, is_accelerated, read_video
+from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, VideoSession, get_recipe, is_accelerated, read_video
 from mmaccel.cli import main
 from mmaccel.families.base import slides
-from mmaccel.programs import long_video
-from mmaccel.programs.video_qa.qa import answer_videos
+from mmaccel.programs.video_qa import qa
+from mmaccel.programs.video_qa.qa import QASettings, answer_videos
 from mmaccel.programs.video_qa.questions import VideoQuestion
 from mmaccel.video import FrameGroups, decode
 
@@ -151,7 +151,7 @@ def asked(clips: Path, *names: str) -> list[VideoQuestion]:
 def test_peaks_do_not_grow_with_the_frames(clips: Path, live: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Pixels of two groups at a time, and keys of the cap and one group; answers are those of a session."""
     monkeypatch.setattr(FrameGroups.__init__, "__kwdefaults__", {**FrameGroups.__init__.__kwdefaults__, "at_once": 10})
-    monkeypatch.setattr(long_video, "AT_ONCE", 10)
+    monkeypatch.setattr(qa, "AT_ONCE", 10)
     peaks, keys, kept = [], list[int](), VideoSession._read
 
     def read(self: VideoSession) -> None:
@@ -187,6 +187,64 @@ def test_which_clips_are_read_group_by_group(clips: Path) -> None:
     assert answerer("qwen2_5_vl", BOUNDED, frames=65, frame_method="scene-frames").settings.cap is None
 
 
+# by choice: one or two of each site
+@pytest.mark.parametrize("name", ("none", "balanced", "snapkv", "kivi", "fastv", "resize", "keydiff"))
+def test_every_recipe_that_can_reads_long_clips_group_by_group(
+    name: str, clips: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``cap_tokens``, which a policy of the recipe has, or one that is added, and no layer holds more."""
+    recipe, keys, kept = get_recipe(name), list[int](), VideoSession._read
+
+    def read(self: VideoSession) -> None:
+        kept(self)
+        keys.append(self.tokens())
+
+    monkeypatch.setattr(VideoSession, "_read", read)
+    one = answerer("qwen2_5_vl", recipe, frames=200, cap_tokens=120)
+    records = list(one.run(asked(clips, "long.mp4")))
+    assert all("answer" in record for record in records) and one.figures.prefills == 1 and max(keys) <= 120
+    assert one.figures.visual_tokens > 8 * 120
+    assert one.settings.hint() is None and one.settings.identity()["cap_tokens"] == 120
+    assert answerer("qwen2_5_vl", recipe, frames=64, cap_tokens=120).settings.cap is None
+
+
+def test_a_hint_says_which_clips_are_read_whole() -> None:
+    def hint(recipe: str, frames: int = 100, **options: Any) -> str | None:
+        return QASettings("tiny", get_recipe(recipe).override(retain=0.5), frames=frames, **options).hint()
+
+    assert hint("balanced", 64) is None
+    wanted = (
+        "Clips of up to 100 frames are read whole, and memory grows with them; give --cap-tokens 4096 to read them group by "
+        "group."
+    )
+    assert hint("balanced") == hint("snapkv") == wanted
+    whole = hint("kvzip")
+    assert whole is not None and "kvzip scores the keys of a prompt when it ends, so take fewer frames where" in whole
+    whole = hint("balanced", frame_method="scene-frames")
+    assert whole is not None and "frame_method='scene-frames' chooses among all frames, so take fewer frames" in whole
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "why"),
+    [
+        ("kvzip", {}, "kvzip scores the keys of a prompt when it ends"),
+        ("quest", {}, "its policy quest evicts nothing below a cap"),
+        ("visiontrim", {}, "visiontrim looks at the question"),
+        ("scene-frames", {}, "scene-frames chooses among all frames"),
+        ("homer", {}, "one joins what layers have stored of chunks"),
+        ("balanced", {"frame_method": "keyframes"}, "frame_method='keyframes' chooses among all frames"),
+        ("balanced", {"drafts": {"lookup": True}}, "drafts and a fallback begin with the whole prompt"),
+    ],
+)
+def test_a_cap_that_cannot_be_kept_is_refused(recipe: str, options: dict[str, Any], why: str) -> None:
+    with pytest.raises(
+        MmaccelError, match=f"(?s)100 frames cannot be read.*cap_tokens=99 asks: .*{why}.*; leave it out"
+    ):
+        QASettings("tiny", get_recipe(recipe).override(retain=0.5), frames=100, cap_tokens=99, **options)
+    with pytest.raises(MmaccelError, match="cap_tokens must be a whole number of at least 1, got 0"):
+        QASettings("tiny", get_recipe("none"), cap_tokens=0)
+
+
 def test_long_clips_that_fail_cost_their_own_questions(clips: Path) -> None:
     (clips / "text.mp4").write_text("no film")
     small = Recipe("small", (Stage("infinipot-v", 1.0, {"cap": 5}),))
@@ -215,3 +273,7 @@ def test_the_command_reads_long_clips(
     assert report["failed"] == 0 and report["videos"] == report["prefills"] == 1 and report["decoders"]
     assert any("group by group" in note for note in report["notes"]) and report["visual_tokens_kept"] <= 120
     assert len(lines(out)) == 1
+    out = tmp_path / "b.jsonl"
+    words[words.index("-o") + 1] = str(out)
+    assert main([*words, "--frames", "100", "--max-new-tokens", "4"]) == 0
+    assert "give --cap-tokens 4096 to read them group by group" in capsys.readouterr().err

@@ -29,12 +29,12 @@ from ...method.registry import methods
 from ...recipe import Recipe, RecipeLike, Stage, get_recipe
 from ...video.clip import Clip
 from ...video.decode_spec import GIB, DecodeSpec, Select, check_timeout
-from ...video.groups import FrameGroups
+from ...video.groups import AT_ONCE, FrameGroups
 from ...video.prefetch import Prefetcher, start_prefetch
 from ..drafts import DraftArguments, drafts_identity, for_recipe
 from ..evaluate import fingerprint, sentence
 from ..identity import digests, recipe_parts, versions
-from ..long_video import read_groups, streamed_cap
+from ..long_video import bounded, needs_all_frames, own_cap, read_groups
 from ..streaming import VideoSession
 from .generator import AnswerGenerator, Batch, Figures, Shown
 from .questions import VideoQuestion, as_questions, by_video
@@ -45,6 +45,8 @@ Record = dict[str, Any]
 _AUTO = 8
 #: a method that chooses frames chooses from so many times as many
 _DENSER = 4
+#: keys a head that a hint suggests
+_CAP = 4096
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,14 @@ class QASettings:
     timeout : seconds that decoding a video may take.
     memory : limit of the decoded frames that are held at a time, in bytes; a video that takes more alone fails. If little
         fits, fewer questions are answered together.
+    cap_tokens : clips of more frames than a group (64, or the recipe's ``frames_at_once``) are decoded, encoded and read group
+        by group, and a layer holds at most so many keys a head, so that memory does not grow with ``frames``. The recipe's
+        policy evicts them; ``infinipot-v`` does where it has none. By default the ``cap`` of the policy; clips are read whole
+        where that is not set.
     drafts : arguments ``lossless``, ``draft`` (a folder or a hub id), ``lookup`` and ``fallback`` of
         :func:`mmaccel.accelerate_vlm`.
 
-    Raises MmaccelError if a value is not allowed.
+    Raises MmaccelError if a value is not allowed, or clips of so many frames cannot be read group by group.
     """
 
     model: str
@@ -82,20 +88,26 @@ class QASettings:
     trust_remote_code: bool = False
     timeout: float = 120.0
     memory: int = 4 * GIB
+    cap_tokens: int | None = None
     drafts: DraftArguments = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.recipe.build()
         self.chooser()
-        for name in ("frames", "max_new_tokens", "memory", "batch_size"):
+        for name in ("frames", "max_new_tokens", "memory", "batch_size", "cap_tokens"):
             value = getattr(self, name)
-            if (name, value) != ("batch_size", "auto") and (
+            if (name, value) not in (("batch_size", "auto"), ("cap_tokens", None)) and (
                 not isinstance(value, int) or isinstance(value, bool) or value < 1
             ):
                 raise MmaccelError(f"{name} must be a whole number of at least 1, got {value!r}.")
         check_timeout(self.timeout)
         object.__setattr__(self, "drafts", for_recipe(self.drafts, self.recipe))
         self.decode_spec()
+        if self.long and self.cap_tokens is not None and (why := self._needs_all) is not None:
+            raise MmaccelError(
+                f"Clips of {self.frames} frames cannot be read group by group, as cap_tokens={self.cap_tokens} asks: {why}; "
+                "leave it out, or use a recipe such as 'infinipot-v'."
+            )
 
     def decode_spec(self) -> DecodeSpec:
         """Settings of the frames of a video that are decoded."""
@@ -117,12 +129,34 @@ class QASettings:
         return built
 
     @property
+    def long(self) -> bool:
+        """Whether clips may have more frames than a group."""
+        return self.frames > (self.recipe.frames_at_once or AT_ONCE)
+
+    @property
+    def _needs_all(self) -> str | None:
+        """The reason why a clip cannot be read group by group."""
+        if self.frame_method != "uniform":
+            return f"frame_method={self.frame_method!r} chooses among all frames"
+        return "drafts and a fallback begin with the whole prompt" if self.drafts else needs_all_frames(self.recipe)
+
+    @property
     def cap(self) -> int | None:
-        """Keys a head of long clips that are read group by group: where the policy of the recipe has a ``cap``, ``frames`` are
-        more than a group, and neither a method nor drafts need all of them at once; else None."""
-        if self.frame_method != "uniform" or self.drafts:
+        """Keys a head of long clips that are read group by group; None if clips are read whole."""
+        cap = (self.cap_tokens or own_cap(self.recipe)) if self.long else None
+        return None if cap is None or self._needs_all is not None else cap
+
+    def hint(self) -> str | None:
+        """A sentence to read before long clips are read whole; None where they are not."""
+        if not self.long or self.cap is not None:
             return None
-        return streamed_cap(self.recipe, self.frames)
+        why = self._needs_all
+        remedy = f"give --cap-tokens {_CAP} to read them group by group"
+        if why is not None:
+            remedy = (
+                f"{why}, so take fewer frames where memory is short, or --recipe infinipot-v with --cap-tokens {_CAP}"
+            )
+        return f"Clips of up to {self.frames} frames are read whole, and memory grows with them; {remedy}."
 
     @property
     def most(self) -> int:
@@ -155,13 +189,14 @@ class QASettings:
             "attn": self.attn or "default",
             "trust_remote_code": self.trust_remote_code,
             "recipe": dataclasses.asdict(self.recipe),
-            **self._parts(self.recipe),
+            **self._parts(self.recipe if self.cap is None else bounded(self.recipe, self.cap)),
             "frames": self.frames,
             "frame_method": self.frame_method,
             "frame_options": dict(self.frame_options),
             **({} if self.chooser() is None else self._parts(self._choice())),
             "max_new_tokens": self.max_new_tokens,
             "prompt": asked,
+            **({} if self.cap_tokens is None else {"cap_tokens": self.cap}),
             **drafts_identity(self.drafts),
             **versions(),
         }
@@ -205,9 +240,9 @@ class VideoAnswerer:
         if getattr(processor, "video_processor", None) is None:
             raise MmaccelError(f"{settings.model!r} takes no video; give a model that does, such as a Qwen2.5-VL.")
         self.generator = AnswerGenerator(model, processor, settings.recipe, settings.max_new_tokens, settings.drafts)
-        self._session = model, settings.recipe
-        self._options = {"processor": self.generator.prepared, "cap_tokens": settings.cap}
         if settings.cap is not None:
+            self._session = model, bounded(settings.recipe, settings.cap)
+            self._options = {"processor": self.generator.prepared, "cap_tokens": settings.cap}
             # refuses a model that cannot follow a stream before the long run
             VideoSession(*self._session, **self._options)
             self.figures.note(f"clips are read group by group, in a cache of {settings.cap} keys a head (cap)")
@@ -438,6 +473,7 @@ def answer_videos(
     batch_size: int | Literal["auto"] = "auto",
     timeout: float = 120.0,
     memory: int = 4 * GIB,
+    cap_tokens: int | None = None,
     lossless: bool = False,
     draft: Any = None,
     lookup: bool | str = False,
@@ -456,7 +492,8 @@ def answer_videos(
     processor : the model's processor; loaded with a model that is named.
     recipe, retain, lossless, draft, lookup, fallback, **overrides : as for :func:`mmaccel.accelerate_vlm`. Methods of site
         ``frames`` are applied as well.
-    frames, frame_method, frame_options, max_new_tokens, batch_size, timeout, memory : see :class:`QASettings`.
+    frames, frame_method, frame_options, max_new_tokens, batch_size, timeout, memory, cap_tokens : see
+        :class:`QASettings`.
 
     Yields
     ------
@@ -489,6 +526,7 @@ def answer_videos(
         batch_size=batch_size,
         timeout=timeout,
         memory=memory,
+        cap_tokens=cap_tokens,
         drafts={name: value for name, value in drafts.items() if value not in (False, None)},
     )
     asked = as_questions(questions)
