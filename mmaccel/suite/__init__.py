@@ -14,6 +14,7 @@ from mmaccel.suite.pages import PAGE_KINDS, Page, make_page
 from mmaccel.suite.questions import Turn, vocabulary
 from mmaccel.suite.rng import SPLITS, Rng, item_seed
 from mmaccel.suite.scene import Scene, cell_labels, render, sample_scene
+from mmaccel.suite.screens import make_screens
 
 __all__ = [
     "DOCUMENT_TASKS",
@@ -35,6 +36,7 @@ __all__ = [
     "item_seed",
     "make_item",
     "make_page",
+    "make_screens",
     "make_suite",
     "overlap",
     "read_samples",

@@ -21,7 +21,7 @@ from mmaccel.errors import MmaccelError
 from mmaccel.families import adapted, smollm2
 from mmaccel.families.load import load
 from mmaccel.families.registry import family_of
-from mmaccel.media.files import Prompt, encode
+from mmaccel.media.files import Chat, Prompt, encode
 from mmaccel.programs.evaluate import Row, ask_suite, evaluate
 from mmaccel.suite import DOCUMENT_TASKS, Rng
 from mmaccel.suite.document import GLYPHS, document_cells
@@ -32,7 +32,18 @@ from training.smol import stages
 from training.smol.evaluate import plain_loss, swapped
 from training.smol.export import export
 from training.smol.language import LowRank, build_language, grouped_attention, switch
-from training.smol.rows import IMAGE, Rows, packed, page_row, passages, prose, scene_row
+from training.smol.rows import (
+    IMAGE,
+    TYPICAL,
+    Rows,
+    packed,
+    page_row,
+    passages,
+    prose,
+    scene_row,
+    screens_row,
+    split_rows,
+)
 from training.smol.tower import (
     GRID,
     PIXELS,
@@ -139,6 +150,50 @@ def test_rows_have_the_ids_of_the_processor(base, tokenizer, monkeypatch, tmp_pa
     assert row.ids[: len(ids)].tolist() == ids.tolist()
     assert tokenizer.decode(row.ids[len(ids) :]) == f"{TURNS[-1].answer}<|im_end|>"
     assert int((row.ids == IMAGE).sum()) == 400 * pictures
+
+
+def test_a_chat_of_screens_has_the_ids_of_the_processor(base, tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setattr(adapted, "folder", lambda: base)
+    _, processor = adapted.load_adapted(exported(base, tmp_path), dtype="auto", attn=None)
+    row = screens_row(tokenizer, Rng(5), 5)
+    assert len(row.shown) == 3
+    said = tokenizer.decode(row.ids[row.ids != IMAGE]).split("<|im_start|>")[1:]
+    words = [text.split("\n", 1)[1].strip().removesuffix("<|im_end|>") for text in said]
+    assert len(words) == 2 * 5
+    messages = []
+    for number, (question, answer) in enumerate(zip(words[::2], words[1::2], strict=True)):
+        picture = [{"type": "image"}] * (number < 3)
+        messages.append({"role": "user", "content": [*picture, {"type": "text", "text": question}]})
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+    blank = tuple(Image.new("RGB", (PIXELS, PIXELS)) for _ in range(3))
+    ids = encode(processor, [Chat(tuple(messages[:-1]), blank)])["input_ids"][0]
+    assert row.ids[: len(ids)].tolist() == ids.tolist()
+    assert tokenizer.decode(row.ids[len(ids) :]) == f"{words[-1]}<|im_end|>"
+    assert row.positions.tolist() == list(range(len(row.ids))) and not row.turn.any()
+    answers = "".join(f"{answer}<|im_end|>" for answer in words[1::2])
+    assert tokenizer.decode(row.labels[row.labels != IGNORED]) == answers
+    before = (row.labels != IGNORED).nonzero()[:, 0]
+    assert torch.equal(row.ids[before + 1], row.labels[before])
+
+
+def test_chats_of_screens_ask_what_their_screens_say(tokenizer):
+    for number in range(20):
+        row = screens_row(tokenizer, Rng(number), 12)
+        assert 2 <= len(row.shown) <= 3 and {page.kind for page in row.shown} == {"screen"}
+        assert int((row.ids == IMAGE).sum()) == 400 * len(row.shown)
+        shown = " ".join(page.text.lower().replace("\n", " ") for page in row.shown)
+        answers = tokenizer.decode(row.labels[row.labels != IGNORED]).lower().split("<|im_end|>")[:-1]
+        assert len(answers) >= 6 and all(answer in shown or answer in shown.replace(":", "") for answer in answers)
+
+
+def test_long_rows_are_padded_in_smaller_groups(tokenizer):
+    rows = [packed(tokenizer, [scene_at("val", at)], TURNS) for at in range(5)]
+    rows += [packed(tokenizer, [scene_at("val", at)] * 3, TURNS) for at in range(5)]
+    parts = split_rows(rows, 4)
+    assert [row for part in parts for row in part] == rows
+    assert [len(part) for part in parts] == [4, 2, 2, 2]  # at most two rows beside or among long ones
+    assert all(len(part) * max(len(row.ids) for row in part) <= 4 * TYPICAL for part in parts)
+    assert [len(part) for part in split_rows(rows, 1)] == [1] * 10
 
 
 def test_rows_that_are_padded_to_one_length_are_answered_as_before(base, tokenizer):

@@ -18,6 +18,7 @@ from mmaccel.suite.document import Document
 from mmaccel.suite.questions import Turn, comparison, description
 from mmaccel.suite.rng import Rng
 from mmaccel.suite.scene import Scene
+from mmaccel.suite.screens import sample_screens
 from training.data import IGNORED, choose, visible
 from training.smol.tower import GRID
 
@@ -26,6 +27,8 @@ IMAGE = 3
 TRANSCRIBE = "Read the text on the page."
 PASSAGE = 128
 """Tokens of a passage of plain text."""
+TYPICAL = 960
+"""Tokens of a row, for groups of rows that go through the model at once."""
 
 
 @dataclass
@@ -42,6 +45,22 @@ class Row:
     positions: Tensor
     turn: Tensor
     weight: Tensor
+
+
+def split_rows(rows: Sequence[Row], together: int) -> list[list[Row]]:
+    """Split rows, in their order, into groups that are padded to one length each: ``together`` rows, fewer of long ones.
+
+    A group has at most ``together`` times :data:`TYPICAL` tokens, padding counted, but always a row.
+    """
+    found: list[list[Row]] = []
+    for row in rows:
+        wider = [*found[-1], row] if found else [row]
+        longest = max(len(one.ids) for one in wider)
+        if found and len(wider) <= together and len(wider) * longest <= together * TYPICAL:
+            found[-1] = wider
+        else:
+            found.append([row])
+    return found
 
 
 @dataclass
@@ -74,19 +93,30 @@ class Rows:
 
 
 def packed(
-    tokenizer: PreTrainedTokenizerFast, shown: list[Scene | Document], turns: Sequence[Turn], chat: bool = False
+    tokenizer: PreTrainedTokenizerFast,
+    shown: Sequence[Scene | Document],
+    turns: Sequence[Turn],
+    chat: bool = False,
+    spread: bool = False,
 ) -> Row:
-    """Pack questions behind pictures; in a ``chat`` every turn sees the ones before, otherwise the pictures alone."""
+    """Pack questions behind pictures; in a ``chat`` every turn sees the ones before, otherwise the pictures alone.
+
+    ``spread`` pictures stand in the turns of a chat, the first in the first; turns after the last picture have none.
+    """
 
     def coded(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    ids = coded("<|im_start|>user\n") + ([IMAGE] * (GRID * GRID) + coded("\n")) * len(shown)
+    def pictures(count: int) -> list[int]:
+        return ([IMAGE] * (GRID * GRID) + coded("\n")) * count
+
+    ids = coded("<|im_start|>user\n") + pictures(1 if spread else len(shown))
     first = len(ids)
     labels, weight, positions, turn = [IGNORED] * first, [0.0] * first, list(range(first)), [0] * first
     for number, asked in enumerate(turns):
-        opening = "\n<|im_start|>user\n" if chat and number else ""
-        question = coded(f"{opening}{asked.question}<|im_end|>\n<|im_start|>assistant\n")
+        opening = coded("\n<|im_start|>user\n") if chat and number else []
+        opening += pictures(int(spread and 0 < number < len(shown)))
+        question = opening + coded(f"{asked.question}<|im_end|>\n<|im_start|>assistant\n")
         answer = coded(f"{asked.answer}<|im_end|>")
         start, length = positions[-1] + 1 if chat else first, len(question) + len(answer)
         ids += question + answer
@@ -95,7 +125,7 @@ def packed(
         positions += range(start, start + length)
         turn += [0 if chat else number + 1] * length
     parts = (torch.tensor(part) for part in (ids, labels, positions, turn))
-    return Row(shown, *parts, torch.tensor(weight))
+    return Row(list(shown), *parts, torch.tensor(weight))
 
 
 def scene_row(tokenizer: PreTrainedTokenizerFast, scenes: Sequence[Scene], rng: Rng, count: int) -> Row:
@@ -116,6 +146,14 @@ def page_row(tokenizer: PreTrainedTokenizerFast, page: Document, turns: Sequence
     if rng.chance(0.5) and not chat:
         chosen.append(Turn("transcript", TRANSCRIBE, page.text))
     return packed(tokenizer, [page], chosen, chat)
+
+
+def screens_row(tokenizer: PreTrainedTokenizerFast, rng: Rng, count: int) -> Row:
+    """A chat in which two or three turns bring a screen each, and then up to ``count`` turns in all ask about any of them."""
+    session, possible = sample_screens(rng, rng.integer(2, 3))
+    pages, turns = [page for page, _ in session], [turn for _, turn in session]
+    more = rng.some([turn for turn in possible if turn not in turns], max(0, count - len(turns)))
+    return packed(tokenizer, pages, turns + more, chat=True, spread=True)
 
 
 # ------------------------------------------------------------------------------------------------------- plain text

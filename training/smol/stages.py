@@ -19,7 +19,18 @@ from mmaccel.suite.rng import Rng, item_seed
 from mmaccel.suite.scene import CHARACTERS, COLOURS, SHAPES, Scene, cell_labels
 from training.data import IGNORED
 from training.smol.language import Connector, switch
-from training.smol.rows import IMAGE, Row, Rows, answers_of_base, page_row, passages, prose, scene_row
+from training.smol.rows import (
+    IMAGE,
+    Row,
+    Rows,
+    answers_of_base,
+    page_row,
+    passages,
+    prose,
+    scene_row,
+    screens_row,
+    split_rows,
+)
 from training.smol.runs import Run, place
 from training.smol.tower import GRID, Reader, drawn, page_at, scene_at, start_tower
 
@@ -215,10 +226,13 @@ def train_all(
     questions: int = 12,
     scenes: float = 0.5,
     pairs: float = 0.04,
+    screens: float = 0.1,
 ) -> None:
     """Tower, connector and low-rank changes together: questions packed behind pictures, and a plain text in every step.
 
-    ``together`` rows are padded to one length and go through the language model at once: 1 wastes nothing on a CPU.
+    ``together`` rows are padded to one length and go through the language model at once (fewer, if they are long): 1 wastes
+    nothing on a CPU. ``scenes``: share of rows about scenes; of these, ``pairs`` compare two; of the others, ``screens`` are
+    chats in which two or three turns bring a screen each.
     """
     trainee = Trainee(model)
     stored(work, "tower", {"reader": trainee.reader})
@@ -239,27 +253,29 @@ def train_all(
         {"params": heads, "peak": rate},
     ]
 
-    def make(seen: int) -> tuple[list[Row], list[Tensor], Tensor]:
-        rng, rows = Rng(item_seed("train", seen, stream=248)), []
+    def make(seen: int) -> tuple[list[list[Row]], list[Tensor], Tensor]:
+        rng, rows = Rng(item_seed("train", seen, stream=248)), list[Row]()
         for at in range(seen, seen + batch):
             if rng.chance(scenes):
                 shown = [scene_at("train", at)] + ([scene_at("train", at + (1 << 30))] if rng.chance(pairs) else [])
                 rows.append(scene_row(tokenizer, shown, rng, questions))
+            elif rng.chance(screens):
+                rows.append(screens_row(tokenizer, rng, questions))
             else:
                 rows.append(page_row(tokenizer, *page_at("train", at), rng, questions))
-        rows.sort(key=lambda row: len(row.ids))
-        return rows, [drawn(row.shown) for row in rows], rng.pick(rng.pick(replay))
+        parts = split_rows(sorted(rows, key=lambda row: len(row.ids)), together)
+        pixels = [drawn([one for row in part for one in row.shown]) for part in parts]
+        return parts, pixels, rng.pick(rng.pick(replay))
 
     run = Run(work, "all", {"trainee": trainee}, groups, minutes)
     source = feed(make, run.state["seen"], batch, means.workers)
 
     def step() -> tuple[dict[str, float], int]:
-        rows, pixels, ids = next(source)
+        parts, pixels, ids = next(source)
         scores: dict[str, float] = {}
-        for first in range(0, batch, together):
-            some = rows[first : first + together]
+        for some, pictures in zip(parts, pixels, strict=True):
             shown = [one for row in some for one in row.shown]
-            sight = trainee.reader.see(torch.cat(pixels[first : first + together]).to(means.device))
+            sight = trainee.reader.see(pictures.to(means.device))
             dense, found = trainee.reader(sight, shown)
             loss, right = trainee.answers(Rows.of(some, means.device), trainee.connector(sight.cells).flatten(0, 1))
             ((loss + 0.1 * dense) * len(some) / batch).backward()
