@@ -39,6 +39,7 @@ from training.smol.rows import (
     packed,
     page_row,
     passages,
+    plain_row,
     prose,
     scene_row,
     screens_row,
@@ -196,13 +197,19 @@ def test_long_rows_are_padded_in_smaller_groups(tokenizer):
     assert [len(part) for part in split_rows(rows, 1)] == [1] * 10
 
 
+def answered(trainee, rows, visual) -> torch.Tensor:
+    """The loss of the answers."""
+    padded = Rows.of(rows)
+    return trainee.answers(padded, trainee.read(padded, visual))[0]
+
+
 def test_rows_that_are_padded_to_one_length_are_answered_as_before(base, tokenizer):
     trainee = stages.Trainee(disturbed(language(base)).float())
     rows = [packed(tokenizer, [scene_at("val", at)], TURNS[: at + 1]) for at in range(3)]
     visual = torch.randn(3, GRID * GRID, 32)
     with torch.no_grad():
-        together, _ = trainee.answers(Rows.of(rows), visual.flatten(0, 1))
-        alone = [trainee.answers(Rows.of([row]), part)[0] for row, part in zip(rows, visual, strict=True)]
+        together = answered(trainee, rows, visual.flatten(0, 1))
+        alone = [answered(trainee, [row], part) for row, part in zip(rows, visual, strict=True)]
     weights = [row.weight[row.labels != IGNORED].sum() for row in rows]
     wanted = sum(loss * weight for loss, weight in zip(alone, weights, strict=True)) / sum(weights)
     assert together.item() == pytest.approx(wanted.item(), rel=1e-4)
@@ -253,9 +260,12 @@ def test_grouped_attention_is_attention():
 def test_changes_begin_at_nothing_and_can_be_switched_off(base):
     trainee = stages.Trainee(language(base))
     ids = torch.arange(5, 60)
-    assert trainee.forgotten(ids).item() == pytest.approx(0, abs=1e-6)
+    plain, bare = Rows.of([plain_row(ids)], shortest=60), trainee.bare(ids)
+    none = torch.zeros(0, 32)
+    assert trainee.forgotten(trainee.read(plain, none)[0, :55], bare).item() == pytest.approx(0, abs=1e-6)
     disturbed(trainee.model)
-    assert trainee.forgotten(ids).item() > 1e-3
+    assert torch.equal(trainee.bare(ids), bare)
+    assert trainee.forgotten(trainee.read(plain, none)[0, :55], bare).item() > 1e-3
     mask = torch.full((55, 55), -1e4).triu(1)[None, None].bfloat16()
     bare = language(base)(input_ids=ids[None], attention_mask=mask).logits
     switch(trainee.model, False)
@@ -333,13 +343,54 @@ def test_stages_follow_each_other_and_go_on_where_they_were_ended(base, tokenize
     weight = next(name for name in first["parts"]["reader"] if name.endswith(weight.removeprefix("tower.")))
     assert not torch.equal(first["parts"]["reader"][weight], second["parts"]["reader"][weight])
     stages.train_connector(tmp_path, 1, language(base), tokenizer, batch=2)
-    monkeypatch.setattr(stages, "answers_of_base", lambda *args: [torch.arange(1, 40)])
+    monkeypatch.setattr(stages, "answers_of_base", lambda *args: [torch.arange(4, 40)])
     stages.train_all(tmp_path, 1, language(base), tokenizer, batch=2, questions=3)
     trained = state(tmp_path, "all")
     assert not [name for name in trained["parts"]["trainee"] if name.endswith("embed_tokens.weight")]
     assert max(part.abs().max() for name, part in trained["parts"]["trainee"].items() if name.endswith(".up")) > 0
     stages.train_all(tmp_path, 2, language(base), tokenizer, batch=2, questions=3)
     assert state(tmp_path, "all")["state"]["step"] > trained["state"]["step"]
+
+
+def test_a_run_begins_with_an_exported_model(base, tokenizer, tmp_path, brief, monkeypatch):
+    monkeypatch.setattr(stages, "answers_of_base", lambda *args: [torch.arange(4, 40)])
+    folder, work = exported(base, tmp_path), tmp_path / "work"
+    work.mkdir()
+    monkeypatch.setattr(stages.Run, "train", lambda run, step: run.save())
+    stages.train_all(work, 1, language(base), tokenizer, start=folder)
+    before, after = (torch.load(path / "all.pt", weights_only=True)["parts"]["trainee"] for path in (tmp_path, work))
+    for name in after:
+        if not name.startswith("reader.") or name.startswith("reader.tower."):
+            torch.testing.assert_close(after[name], before[name].half().float(), msg=name)
+    monkeypatch.undo()
+    weights = load_file(folder / adapted.ADAPTER)
+    save_file(weights | {"stranger": torch.zeros(1)}, folder / adapted.ADAPTER)
+    with pytest.raises(ValueError, match="'stranger' belongs to no part"):
+        stages.read_exported(stages.Trainee(language(base)), folder)
+
+
+def test_rows_of_a_step_and_a_plain_text_are_read_at_once(base, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "answers_of_base", lambda *args: [torch.arange(4, 40)])
+    folder, shapes = exported(base, tmp_path), []
+    read = stages.Trainee.read
+
+    def watched(self, rows, visual):
+        shapes.append(tuple(rows.ids.shape))
+        return read(self, rows, visual)
+
+    def train(run, step) -> None:
+        scores, count = step()
+        assert count == 2 and scores["forgotten"] > 0
+        assert all(part.grad.any() for name, part in run.parts["trainee"].named_parameters() if name.endswith(".up"))
+
+    monkeypatch.setattr(stages.Trainee, "read", watched)
+    monkeypatch.setattr(stages.Run, "train", train)
+    small = {"batch": 2, "together": 2, "start": folder, "questions": 1, "pairs": 0.0, "screens": 0.0}
+    work = tmp_path / "work"
+    work.mkdir()
+    stages.train_all(work, 1, language(base), tokenizer, **small)
+    (_, plain), rows = shapes
+    assert plain < 200 and rows[0] == 3 and rows[1] >= stages.LONGEST
 
 
 TOGETHER = """

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -38,14 +39,21 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=0, help="processes that draw pictures; for a GPU, all cores")
     parser.add_argument("--batch", type=int, help="pictures a step of a process  [default: 16, and 4 in the stage all]")
-    parser.add_argument("--together", type=int, default=1, help="rows at once in the stage all; more only for a GPU")
+    parser.add_argument(
+        "--together",
+        type=int,
+        default=1,
+        help="rows at once in the stage all; on a GPU as many as --batch, which is fastest",
+    )
+    parser.add_argument("--start", type=Path, help="an exported model, whose weights the stage all begins with")
     options = parser.parse_args()
     if "WORLD_SIZE" in os.environ:
         distributed.init_process_group("gloo")
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     options.work.mkdir(parents=True, exist_ok=True)
-    means, size = Means(options.device, options.workers), {"batch": options.batch} if options.batch else {}
+    means = Means(options.device, options.workers)
+    size: dict[str, Any] = {"batch": options.batch} if options.batch else {}
     if options.stage == "tower":
         train_tower(options.work, options.minutes, means, **size)
         return
@@ -55,7 +63,8 @@ def main() -> None:
     if options.stage == "connector":
         train_connector(options.work, options.minutes, model, tokenizer, means, **size)
     else:
-        train_all(options.work, options.minutes, model, tokenizer, means, together=options.together, **size)
+        size |= {"together": options.together, "start": options.start}
+        train_all(options.work, options.minutes, model, tokenizer, means, **size)
 
 
 if __name__ == "__main__":

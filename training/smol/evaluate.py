@@ -153,9 +153,10 @@ def main() -> None:
     parser.add_argument("--per-task", type=int, default=100)
     parser.add_argument("--kept", type=int, default=10, help="questions a task that are asked with recipes")
     parser.add_argument("--batch", type=int, default=8, help="questions at a time")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    model, processor = load(options.model, device="cpu", dtype="bfloat16")
+    model, processor = load(options.model, device=options.device, dtype="bfloat16")
     chosen = {name: getattr(options, name) for name in ("split", "per_task", "kept", "batch")}
     figures = measure(model, processor, **chosen)
     print(json.dumps(figures, indent=2))

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from hashlib import sha256
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load, save_file
+from torch import nn
 from transformers import CLIPImageProcessor, LlamaConfig, LlavaConfig
 
 from mmaccel.families.adapted import ADAPTER, BASE
@@ -20,19 +22,37 @@ from training.smol.language import language_config
 from training.smol.rows import IMAGE
 from training.smol.tower import GRID, PATCH, PIXELS
 
+NAMES = {
+    "reader.tower.": "model.vision_tower.",
+    "connector.": "model.multi_modal_projector.",
+    "model.model.": "model.language_model.",
+}
+"""Prefixes of weights: in training, and in the adapted model."""
+
+
+def read_exported(trainee: nn.Module, folder: Path) -> int:
+    """Give a trainee the weights of an adapted model; heads that only training has stay. Returns a number made from them."""
+    told = (folder / ADAPTER).read_bytes()
+    weights, own = load(told), trainee.state_dict()
+    found = {}
+    for name in own:
+        for old, new in NAMES.items():
+            exported = new + name.removeprefix(old).removeprefix("vision_model.")
+            if name.startswith(old) and exported in weights:
+                found[name] = weights.pop(exported)
+    if weights:
+        raise ValueError(f"{folder}: {sorted(weights)[0]!r} belongs to no part of the model that is trained.")
+    trainee.load_state_dict(own | found)
+    return int(sha256(told).hexdigest()[:6], 16)
+
 
 def export(work: Path, folder: Path, text: LlamaConfig | None = None) -> int:
     """Write configuration, weights and picture processor of the stage ``all``; return the size of the weights in bytes."""
     trained = torch.load(work / "all.pt", weights_only=True)["parts"]["trainee"]
-    names = {
-        "reader.tower.": "model.vision_tower.",
-        "connector.": "model.multi_modal_projector.",
-        "model.model.": "model.language_model.",
-    }
     weights = {
         new + name.removeprefix(old).removeprefix("vision_model."): weight.half().contiguous()
         for name, weight in trained.items()
-        for old, new in names.items()
+        for old, new in NAMES.items()
         if name.startswith(old)
     }
     folder.mkdir(parents=True, exist_ok=True)

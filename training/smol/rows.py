@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from pydoc_data.topics import topics as documented
 from typing import Any
@@ -74,18 +74,20 @@ class Rows:
     weight: Tensor
 
     @classmethod
-    def of(cls, rows: Sequence[Row], device: torch.device | str = "cpu") -> Rows:
-        """Pad rows to the longest of them."""
+    def of(cls, rows: Sequence[Row], shortest: int = 0) -> Rows:
+        """Pad rows to the longest of them, and to ``shortest`` at least."""
         fillers = {"ids": 2, "labels": IGNORED, "positions": 0, "turn": -1, "weight": 0.0}
-        length = max(len(row.ids) for row in rows)
+        length = max(shortest, *(len(row.ids) for row in rows))
 
         def padded(name: str, filler: float) -> Tensor:
             parts = [getattr(row, name) for row in rows]
-            return torch.stack([functional.pad(part, (0, length - len(part)), value=filler) for part in parts]).to(
-                device
-            )
+            return torch.stack([functional.pad(part, (0, length - len(part)), value=filler) for part in parts])
 
         return cls(**{name: padded(name, filler) for name, filler in fillers.items()})
+
+    def to(self, device: torch.device | str) -> Rows:
+        """The same on a device."""
+        return type(self)(**{part.name: getattr(self, part.name).to(device) for part in fields(self)})
 
     def bias(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """What is added to attention logits: ``[rows, 1, length, length]``, 0 where a query sees a key."""
@@ -126,6 +128,12 @@ def packed(
         turn += [0 if chat else number + 1] * length
     parts = (torch.tensor(part) for part in (ids, labels, positions, turn))
     return Row(list(shown), *parts, torch.tensor(weight))
+
+
+def plain_row(ids: Tensor) -> Row:
+    """A text without a picture, int64 ``[length]``, from which no answer is learnt."""
+    none = torch.full_like(ids, IGNORED)
+    return Row([], ids, none, torch.arange(len(ids)), torch.zeros_like(ids), torch.zeros(len(ids)))
 
 
 def scene_row(tokenizer: PreTrainedTokenizerFast, scenes: Sequence[Scene], rng: Rng, count: int) -> Row:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,6 +83,42 @@ def glyph_labels(pages: list[Document]) -> tuple[Tensor, Tensor]:
     return glyphs, opens
 
 
+@dataclass
+class DenseLabels:
+    """What every cell of some pictures shows. Scenes and pages are int64, their places among the pictures."""
+
+    scenes: Tensor
+    pages: Tensor
+    cells: dict[str, Tensor]
+    """Of the scenes, as in :func:`training.data.labelled`; nothing without scenes."""
+    glyphs: Tensor
+    opens: Tensor
+
+    @classmethod
+    def of(cls, shown: Sequence[Scene | Document]) -> DenseLabels:
+        """The labels of pictures."""
+        scenes = [at for at, one in enumerate(shown) if isinstance(one, Scene)]
+        pages = [at for at, one in enumerate(shown) if isinstance(one, Document)]
+        cells = labelled([[one] for one in shown if isinstance(one, Scene)], GRID) if scenes else {}
+        return cls(
+            torch.tensor(scenes, dtype=torch.int64),
+            torch.tensor(pages, dtype=torch.int64),
+            cells,
+            *glyph_labels([one for one in shown if isinstance(one, Document)]),
+        )
+
+    def to(self, device: torch.device | str) -> DenseLabels:
+        """The same on a device."""
+        return type(self)(**{part.name: moved(getattr(self, part.name), device) for part in fields(self)})
+
+
+def moved(value: Any, device: torch.device | str) -> Any:
+    """A tensor, or a dictionary of them, on a device."""
+    if isinstance(value, dict):
+        return {name: part.to(device) for name, part in value.items()}
+    return value.to(device)
+
+
 class Reader(nn.Module):
     """The tower with the heads that only training has: what every cell shows of a scene, and of a page."""
 
@@ -105,25 +143,24 @@ class Reader(nn.Module):
         told = self.glyphs(self.norm(cells)).unflatten(-1, (DEEPEST, -1))
         return told[..., :-1], told[..., -1]
 
-    def forward(self, sight: Sight, shown: Sequence[Scene | Document]) -> tuple[Tensor, dict[str, float]]:
+    def forward(self, sight: Sight, labels: DenseLabels) -> tuple[Tensor, dict[str, float]]:
         """Loss and accuracies of the dense labels."""
-        scenes = [at for at, one in enumerate(shown) if isinstance(one, Scene)]
-        pages = [at for at, one in enumerate(shown) if isinstance(one, Document)]
+        scenes, pages = labels.scenes, labels.pages
+        count = len(scenes) + len(pages)
         loss, scores = sight.cells.new_zeros(()), {}
-        if scenes:
+        if len(scenes):
             assert sight.early is not None and sight.late is not None
             part = Sight(sight.cells[scenes], None, sight.early[scenes], sight.late[scenes])
-            labels = labelled([[shown[at]] for at in scenes], GRID)
-            loss, scores = self.probes(part, {name: label.to(sight.cells.device) for name, label in labels.items()})
-            loss = loss * len(scenes) / len(shown)
-        if pages:
-            glyphs, opens = (label.to(sight.cells.device) for label in glyph_labels([shown[at] for at in pages]))
+            loss, scores = self.probes(part, labels.cells)
+            loss = loss * len(scenes) / count
+        if len(pages):
+            glyphs, opens = labels.glyphs, labels.opens
             told, opening = self.read(sight.cells[pages])
             each = functional.cross_entropy(told.flatten(0, 2), glyphs.flatten(), reduction="none").view_as(glyphs)
             written = glyphs > 0
             read = each[written].mean() + each[~written].mean()
             read = read + 0.5 * functional.binary_cross_entropy_with_logits(opening[written], opens[written])
-            loss = loss + 2 * read * len(pages) / len(shown)
+            loss = loss + 2 * read * len(pages) / count
             right = told.argmax(-1) == glyphs
             for place in range(DEEPEST):
                 scores[f"glyph {place + 1}"] = right[..., place][written[..., place]].float().mean().item()
