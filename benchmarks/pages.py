@@ -205,7 +205,7 @@ def answers(model: Any, processor: Any, recipe: Recipe, batch: Sequence[Page]) -
                 first = generate(**inputs_of(model, processor, [one]))
                 stats = model.mmaccel.stats()
                 told = first.sequences[0].tolist()
-                told = torch.tensor([told + next_turn(processor, one, told)])
+                told = torch.tensor([told + next_turn(processor, one, told)], device=model.device)
                 out = generate(input_ids=told, attention_mask=torch.ones_like(told), **cache_argument(cache_of(first)))
                 rows.append(out.sequences[0, told.shape[1] :])
     count = len(batch) if len(batch[0].questions) == 1 else 1
@@ -257,13 +257,14 @@ class Kvpress:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Ask until all is asked or the minutes are over; returns the report."""
     torch.set_num_threads(args.threads)
-    model, processor = load(args.model, device="cpu", dtype=args.dtype)
+    model, processor = load(args.model, device=args.device, dtype=args.dtype)
     tokens = model.config.image_seq_length
     settings = {
         "model": args.model,
         "weights": smollm2.SHA256,
         "dtype": args.dtype,
         "split": args.split,
+        **({} if args.device == "cpu" else {"device": args.device}),
         "versions": provenance.versions(),
         "code": code_identity(),
     }
@@ -322,7 +323,43 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         journal.close()
 
 
+def run_jobs(args: argparse.Namespace) -> dict[str, Any]:
+    """The rows in ``args.jobs`` processes, each with journal and report of its own; returns the report of all."""
+    rows = args.recipes or titles()
+    same = [
+        "--model",
+        args.model,
+        "--kinds",
+        *args.kinds,
+        "--questions",
+        args.questions,
+        "--batch-size",
+        args.batch_size,
+    ]
+    same += ["--split", args.split, "--dtype", args.dtype, "--threads", args.threads, "--device", args.device]
+    same += ["--minutes", args.minutes] if args.minutes else []
+    outs = [args.out.with_name(f"{args.out.stem}-{job}.json") for job in range(min(args.jobs, len(rows)))]
+    commands = [
+        [sys.executable, __file__, *map(str, same), "--out", str(out), "--recipes", *rows[job :: len(outs)]]
+        for job, out in enumerate(outs)
+    ]
+    children = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
+    failed = [child.args for child in children if child.wait()]
+    if failed:
+        raise MmaccelError(f"{len(failed)} of {len(outs)} processes failed, the first was: {' '.join(failed[0])}")
+    reports = [json.loads(out.read_text(encoding="utf-8")) for out in outs]
+    merged = {name: {k: v for one in reports for k, v in one[name].items()} for name in ("rows", "refused")}
+    order = {title: at for at, title in enumerate(rows)}
+    merged["rows"] = dict(sorted(merged["rows"].items(), key=lambda pair: order[pair[0]]))
+    return {**reports[0], "command": provenance.command("python", sys.argv[0]), **merged}
+
+
 # -------------------------------------------------------------------------------------------------------------- report
+def device_name(device: str) -> str:
+    """The device as the report names it."""
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"a CPU ({provenance.processor()})"
+
+
 def report(args: argparse.Namespace, journal: Journal, peer: Kvpress | None = None) -> dict[str, Any]:
     """Sums a row and kind, from the journal."""
     lines = journal.read_logs(0)
@@ -344,7 +381,7 @@ def report(args: argparse.Namespace, journal: Journal, peer: Kvpress | None = No
         "dtype": args.dtype,
         "split": args.split,
         "date": provenance.today(),
-        "machine": {"processor": f"a CPU ({provenance.processor()})", "threads": args.threads},
+        "machine": {"processor": device_name(args.device), "threads": args.threads},
         "versions": provenance.versions(),
         **({"kvpress": peer.versions} if peer else {}),
         "command": provenance.command("python", sys.argv[0]),
@@ -440,6 +477,8 @@ def main() -> int:
     parser.add_argument("--split", choices=("test", "val"), default="test", help="val: for choosing settings")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of torch (default: 1)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that share the rows (default: 1)")
     parser.add_argument("--minutes", type=float, metavar="M", help="stop after so many; the same command goes on")
     parser.add_argument(
         "--kvpress", type=Path, metavar="PYTHON", help="also run presses, with the Python of their environment"
@@ -448,12 +487,14 @@ def main() -> int:
     parser.add_argument("--losses", type=Path, metavar="TOML", help="write which recipes lost most answers")
     parser.add_argument("--show", action="store_true", help="no model: the table from the JSON")
     args = parser.parse_args()
-    if min(args.questions, args.batch_size, args.threads) < 1:
-        raise MmaccelError("--questions, --batch-size and --threads must be 1 or more.")
+    if min(args.questions, args.batch_size, args.threads, args.jobs) < 1:
+        raise MmaccelError("--questions, --batch-size, --threads and --jobs must be 1 or more.")
+    if args.kvpress and args.jobs > 1:
+        raise MmaccelError("--kvpress runs in one process: leave --jobs out.")
     if args.show:
         found = json.loads(args.out.read_text(encoding="utf-8"))
     else:
-        found = run(args)
+        found = run_jobs(args) if args.jobs > 1 else run(args)
         write_json(args.out, found)
     text = table(found)
     if args.update:
