@@ -228,7 +228,7 @@ class SparseMemory:
     paid : ``[B, n]`` float32, attention that the places up to the end of the last prompt received at the last step.
     chosen : ``[B, n]`` bool, the visual places that were read.
     left_out : of each row, how many stored visual places a step does not read, where the host knows.
-    level : ``[B]``, the threshold that the last prompt has set, see :meth:`mmaccel.method.ReadingPolicy.level`.
+    level : ``[B]`` or ``[B, thresholds]``, what the last prompt has set, see :meth:`mmaccel.method.ReadingPolicy.level`.
     noted : by layer what :meth:`mmaccel.method.ReadingPolicy.note_queries` returned for the last prompt, ``[B, ...]`` each.
     layers : what each layer carries by its number, where every layer chooses for itself. What is missing, or belongs to
         another index than the layer has now, is made anew in the next step.

@@ -61,7 +61,8 @@ class ReadStep:
     count : ``[B, 1 or Hkv]`` int32, how many units, or runs of ``each``, are to be read. most : the largest of them.
     all_there : whether every unit of every row and head has all its keys.
     even : whether that is so, and all rows and heads read ``most``.
-    level : ``[B]``, what :meth:`ReadingPolicy.level` returned for the last prompt; None without a ``window``.
+    level : ``[B]`` or ``[B, thresholds]``, what :meth:`ReadingPolicy.level` returned for the last prompt; None without a
+        ``window``.
     scaling : the factor of ``q . k`` in attention.
     """
 
@@ -146,9 +147,15 @@ class ReadingPolicy(Policy):
         when visual keys were added, packed or forgotten. By default nothing."""
         return {}
 
+    @property
+    def thresholds(self) -> int:
+        """Number of thresholds that :meth:`level` returns for every row."""
+        return 1
+
     def level(self, layers: Sequence[Observed], share: Tensor) -> Tensor:
-        """``[B]``: a threshold over all ``layers`` that choose, by what the prompt's last ``window`` queries see in them, where
-        ``share [B]`` of the visual keys is to be read. Called at the end of a prompt for policies with a ``window``."""
+        """``[B]``, or ``[B, thresholds]`` where that is more than one: thresholds over all ``layers`` that choose, by what the
+        prompt's last ``window`` queries see in them, where ``share [B]`` of the visual keys is to be read. Called at the end of
+        a prompt for policies with a ``window``."""
         raise NotImplementedError
 
     def note_queries(self, queries: Tensor, seen: Tensor) -> Tensor:

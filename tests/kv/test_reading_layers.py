@@ -584,6 +584,78 @@ def test_squeezed_attention_reads_clusters_above_one_threshold(reduce: str) -> N
             assert torch.equal(read, above) or int(read.sum()) == 20
 
 
+@pytest.mark.parametrize("reduce", ("max", "mean"))
+def test_two_levels_estimate_first_clusters_of_clusters(reduce: str) -> None:
+    """Clusters that the coarse level drops neither are read nor count in what the others are estimated by."""
+    policy = get_method("squeezed-attention")(
+        clusters=12, coarse=4, coarse_share=0.5, window=8, ceiling=4.0, reduce=reduce
+    )
+    keys, query = step_of(policy)
+    layer = shown(policy, keys)
+    got = chosen(policy, layer, query)
+    memory = layer.shared.memory(SparseMemory)
+    summary, fell = memory.layers[0].summary, 0
+
+    def combined(of: list[Tensor]) -> Tensor:
+        return torch.stack(of).amax(0) if reduce == "max" else torch.stack(of).mean(0)
+
+    def estimates(row: int, head: int, of: list[Tensor], kept: Tensor, coarse: bool) -> Tensor:
+        """Of every key, by the queries ``of`` the heads; ``kept`` are the keys that count."""
+        labels, centroids = summary["labels"][row, head].long(), summary["centroids"][row, head]
+        if coarse:
+            labels, centroids = summary["parents"][row, head].long()[labels], summary["coarse"][row, head]
+        made = [(centroids @ one * keys.scaling).exp()[labels] for one in of]
+        return combined([one / one[kept].sum() for one in made])
+
+    for row in range(2):
+        at, every = keys.visual[row].nonzero()[:, 0], {False: [], True: []}
+        whole = torch.ones(len(at), dtype=torch.bool)
+        for head in range(2):
+            labels, parents = summary["labels"][row, head].long(), summary["parents"][row, head].long()
+            used = labels.unique()
+            for number in parents[used].unique():
+                mine = used[parents[used] == number]
+                mean = summary["centroids"][row, head, mine].mean(0)
+                torch.testing.assert_close(summary["coarse"][row, head, number], mean, rtol=1e-4, atol=1e-5)
+                size = int((parents[labels] == number).sum())
+                assert abs(float(summary["coarse_weights"][row, head, number].exp()) - size) < 1e-3
+            for coarse, figures in every.items():
+                window = [
+                    estimates(row, head, list(keys.queries[row, 2 * head : 2 * head + 2, w]), whole, coarse)
+                    for w in range(keys.queries.shape[2])
+                ]
+                figures.append(torch.stack(window).mean(0))
+        share = 10 / len(at)
+        levels = [torch.quantile(torch.cat(every[c]).double(), 1 - (max(share, 0.5) if c else share)) for c in every]
+        torch.testing.assert_close(memory.level[row].double(), torch.stack(levels), rtol=1e-4, atol=0)
+        for head in range(2):
+            asked = list(query[row, 2 * head : 2 * head + 2, 0])
+            passed = estimates(row, head, asked, whole, True) > memory.level[row, 1]
+            above = passed & (estimates(row, head, asked, passed, False) > memory.level[row, 0])
+            fell += int((~passed).sum())
+            assert torch.equal(got[row, head, at], above) and above.any()
+    assert fell, "the coarse level has passed everything"
+
+
+def test_two_levels_read_what_they_hide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a batch as alone; a prompt without a picture leaves both thresholds as they are."""
+    feed, recipe = zoo.inputs("llava", "uneven"), recipe_of("squeezed-attention", coarse=3)
+    forced = oracle.force("llava", len(feed["input_ids"]), 5)
+    got, held = run_steps(monkeypatch, "llava", feed, recipe, forced)
+    oracle.close(got, replay_steps("llava", feed, forced, held))
+    with accelerated(oracle.subject("llava"), recipe) as model:
+        whole, _ = oracle.decode(model, feed, forced)
+        for row in range(len(forced)):
+            alone, _ = oracle.decode(model, zoo.single("llava", feed, row), forced[row : row + 1])
+            oracle.close(whole[row], alone[0])
+        cache = model(**feed, use_cache=True).past_key_values
+        memory = cache.mmaccel.shared.memory(SparseMemory)
+        first = memory.level.clone()
+        text = spoken("llava", "and then?").repeat(len(forced), 1)
+        model(input_ids=text, past_key_values=cache, use_cache=True)
+        assert first.shape == (len(forced), 2) and torch.equal(cache.mmaccel.shared.memory(SparseMemory).level, first)
+
+
 def test_a_lone_cluster_reaches_its_own_threshold() -> None:
     """Up to the ceiling, from the first key on."""
     policy = get_method("squeezed-attention")(clusters=1, window=8)

@@ -228,6 +228,11 @@ READING = {
     "tokenselect": ((("tokenselect", 0.3, {"layer": 1}),), "llava", "uneven"),
     "loki": ((("loki", 0.3, {"layer": 1}),), "qwen2_5_vl", "mixed"),
     "squeezed-attention": ((("squeezed-attention", 0.3, {"clusters": 0.3, "layer": 1}),), "internvl", "image"),
+    "two levels": (
+        (("squeezed-attention", 0.3, {"clusters": 0.3, "coarse": 0.1, "layer": 1}),),
+        "llava",
+        "uneven",
+    ),
     "quest on pages": (
         (("quest", 0.3, {"page": 3, "least": 1, "layer": 1}), ("kivi", None, PAGES)),
         "llava",

@@ -1,6 +1,6 @@
 """Squeezed Attention: keys are read whose cluster's centroid promises enough attention."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ class SqueezedAttention(ReadingPolicy):
     share ``retain``. So layers, heads and steps read more or less than that, and more of packed pages, which are read as a
     whole. The authors cluster a fixed context beforehand; a video that is asked about in several turns is one.
 
+    With ``coarse`` there are two levels: the mean keys are clustered again, and a step first estimates those few. What is below
+    a threshold of its own is out, and ``N_j`` is 0 for its clusters in the estimates of the others. The program, too, looks up
+    both levels in full.
+
     Parameters
     ----------
     clusters : for every KV head, a number or a share of its visual keys. A twentieth, as in the paper.
@@ -34,6 +38,9 @@ class SqueezedAttention(ReadingPolicy):
     window : queries at the end of the prompt that set the threshold, as in the program.
     ceiling : at most so many times the budget is read in one step, the best; what is beyond is not waited for.
     reduce : how the query heads of a KV head agree on its keys: by the ``max`` of their estimates, or by the ``mean``.
+    coarse : for every KV head, clusters of clusters, a number or a share of its visual keys; 0 for one level.
+    coarse_share : share of the visual keys that the coarse level passes on, at least ``retain``. The program offers .5, .3, .2
+        and .1, of which this is the largest.
     """
 
     name = "squeezed-attention"
@@ -50,6 +57,8 @@ class SqueezedAttention(ReadingPolicy):
         "window": "[1, inf)",
         "ceiling": "[1, inf)",
         "reduce": ("max", "mean"),
+        "coarse": "[0, inf) or [0.0, 1.0]",
+        "coarse_share": "(0, 1]",
     }
 
     clusters: float = 0.05
@@ -57,48 +66,45 @@ class SqueezedAttention(ReadingPolicy):
     window: int = 100
     ceiling: float = 2.0
     reduce: str = "max"
+    coarse: float = 0
+    coarse_share: float = 0.5
+
+    @property
+    def thresholds(self) -> int:
+        return 2 if self.coarse else 1
 
     def summarise(self, units: KeyUnits) -> dict[str, Tensor]:
         """``labels [B, Hkv, P]`` int32, the cluster of every key; ``centroids [B, Hkv, C, D]``, their mean keys; and
-        ``weights [B, Hkv, C]`` float32, the logarithms of their sizes."""
+        ``weights [B, Hkv, C]`` float32, the logarithms of their sizes. Of two levels also ``parents [B, Hkv, C]`` int32, the
+        coarse cluster of every cluster, and ``coarse [B, Hkv, C', D]`` and ``coarse_weights``."""
         there = units.there[..., 0].expand(units.keys.shape[:3])
         keys = units.keys[:, :, :, 0].masked_fill(~there[..., None], 0.0)
         labels = self.cluster(keys, there)
-        number = self.number(keys.shape[2])
+        number = _number(self.clusters, keys.shape[2])
         sums, sizes = _members(keys, labels, number)
         centroids = (sums / sizes.clamp(min=1)[..., None]).to(keys.dtype)
-        return {"labels": labels.clamp(max=number - 1).int(), "centroids": centroids, "weights": sizes.log()}
-
-    def number(self, keys: int) -> int:
-        """Number of clusters of a number of keys."""
-        wanted = self.clusters if isinstance(self.clusters, int) else int(self.clusters * keys + 0.5)
-        return min(max(1, wanted), keys)
+        made = {"labels": labels.clamp(max=number - 1).int(), "centroids": centroids, "weights": sizes.log()}
+        if not self.coarse:
+            return made
+        most = min(_number(self.coarse, keys.shape[2]), number)
+        own = torch.minimum(_own(self.coarse, there.sum(-1), most), (sizes > 0).sum(-1))
+        parents = _clustered(centroids, sizes > 0, own, most, self.iterations)
+        sums, filled = _members(centroids, parents, most)
+        each = torch.arange(most, device=keys.device)[:, None]
+        sizes = ((parents[:, :, None] == each) * sizes[:, :, None]).sum(-1)
+        coarse = (sums / filled.clamp(min=1)[..., None]).to(keys.dtype)
+        return {**made, "parents": parents.clamp(max=most - 1).int(), "coarse": coarse, "coarse_weights": sizes.log()}
 
     def cluster(self, keys: Tensor, there: Tensor) -> Tensor:
         """The cluster of those of ``keys [B, Hkv, P, D]`` that are ``there``; ``C``, which is no cluster, of the others: ``[B,
         Hkv, P]`` long. A row has as many clusters as it has by itself."""
-        size, most = there.sum(-1), self.number(keys.shape[2])
-        own = torch.full_like(size, int(self.clusters)) if isinstance(self.clusters, int) else None
-        own = (self.clusters * size.double() + 0.5).long() if own is None else own
-        own = torch.minimum(own.clamp(min=1, max=most), size)
-        start = torch.arange(most, device=keys.device)
-        absent = start >= own[..., None]
-        at = (2 * start + 1) * size[..., None] // (2 * own[..., None].clamp(min=1))
-        at = true_first(there).gather(2, at.clamp(max=keys.shape[2] - 1))
-        at = at[..., None].expand(-1, -1, -1, keys.shape[3])
-        directions = torch.nn.functional.normalize(keys.float(), dim=-1)
-        doubled, gone = 2 * directions, ~there
-        centres = directions.gather(2, at)
-        for _ in range(self.iterations):
-            labels = _nearest(doubled, centres, absent).masked_fill_(gone, most)
-            sums, sizes = _members(directions, labels, most)
-            centres = torch.where(sizes[..., None] > 0, sums / sizes[..., None], centres)
-        return _nearest(doubled, centres, absent).masked_fill_(gone, most)
+        most, size = _number(self.clusters, keys.shape[2]), there.sum(-1)
+        own = torch.minimum(_own(self.clusters, size, most), size)
+        return _clustered(keys, there, own, most, self.iterations)
 
-    # --- the threshold --------------------------------------------------------------------------------------------
-    def estimate(self, queries: Tensor, summary: Mapping[str, Tensor], scaling: float) -> Tensor:
+    # --- the thresholds -------------------------------------------------------------------------------------------
+    def estimate(self, queries: Tensor, centroids: Tensor, weights: Tensor, scaling: float) -> Tensor:
         """The attention of ``queries [B, Hq, W, D]`` to one key of every cluster, ``[B, Hkv, W, C]`` float32."""
-        centroids, weights = summary["centroids"], summary["weights"]
         heads = centroids.shape[1]
         grouped = by_kv_head(queries.float(), heads).flatten(2, 3)
         logits = (grouped @ centroids.float().mT).unflatten(2, (-1, queries.shape[2])) * scaling
@@ -106,14 +112,25 @@ class SqueezedAttention(ReadingPolicy):
         return agree((logits - total).exp().flatten(3), self.reduce).unflatten(2, (queries.shape[2], -1))
 
     def level(self, layers: Sequence[Observed], share: Tensor) -> Tensor:
-        """The estimate that the ``share [B]`` of all keys of all layers and heads exceed, ``[B]`` float32."""
+        """The estimate that the ``share [B]`` of all keys of all layers and heads exceed, ``[B]`` float32; of two levels ``[B,
+        2]``, that of the coarse one last."""
+        fine = self._level(layers, share, "centroids", "weights")
+        if not self.coarse:
+            return fine
+        return torch.stack(
+            [fine, self._level(layers, share.clamp(min=self.coarse_share), "coarse", "coarse_weights")], 1
+        )
+
+    def _level(self, layers: Sequence[Observed], share: Tensor, centroids: str, weights: str) -> Tensor:
         figures = []
         for layer in layers:
-            estimates = self.estimate(layer.queries, layer.summary, layer.scaling)
+            held = layer.summary
+            estimates = self.estimate(layer.queries, held[centroids], held[weights], layer.scaling)
             seen = layer.seen[:, None, :, None]
             mean = estimates.masked_fill(~seen, 0.0).sum(2) / seen.sum(2).clamp(min=1)
-            of_keys = mean.gather(2, layer.summary["labels"].long()).masked_fill(layer.gone, torch.inf)
-            figures.append(of_keys.flatten(1).to(share.device))
+            labels = held["labels"].long()
+            labels = labels if centroids == "centroids" else held["parents"].long().gather(2, labels)
+            figures.append(mean.gather(2, labels).masked_fill(layer.gone, torch.inf).flatten(1).to(share.device))
         ranked = torch.cat(figures, dim=1).sort(dim=1).values
         last = ranked.isfinite().sum(1).clamp(min=1) - 1
         at = (1 - share.double()).clamp(min=0) * last
@@ -125,13 +142,53 @@ class SqueezedAttention(ReadingPolicy):
         return torch.minimum((count * self.ceiling).long(), there)
 
     def rate(self, step: ReadStep) -> Tensor:
-        estimates = self.estimate(step.query[:, :, None], step.summary, step.scaling)[:, :, 0]
-        return estimates.gather(2, step.summary["labels"].long())
+        query, held, weights = step.query[:, :, None], step.summary, step.summary["weights"]
+        if self.coarse:
+            assert step.level is not None
+            coarse = self.estimate(query, held["coarse"], held["coarse_weights"], step.scaling)[:, :, 0]
+            passed = (coarse >= step.level[:, 1, None, None] * (1 - TIE)).gather(2, held["parents"].long())
+            weights = weights.masked_fill(~passed, -torch.inf)
+        estimates = self.estimate(query, held["centroids"], weights, step.scaling)[:, :, 0]
+        if self.coarse:
+            estimates = estimates.masked_fill(~passed, -torch.inf)
+        return estimates.gather(2, held["labels"].long())
 
     def pick(self, step: ReadStep) -> tuple[Picked, dict[str, Tensor]]:
         """The best that reach the threshold; those of a lone cluster do, however their estimate is rounded."""
         assert step.level is not None
-        return best(self.rate(step), step, step.level * (1 - TIE)), {}
+        level = step.level[:, 0] if self.coarse else step.level
+        return best(self.rate(step), step, level * (1 - TIE)), {}
+
+
+def _number(clusters: float, keys: int) -> int:
+    """Number of clusters, a number or a share, of a number of keys."""
+    wanted = clusters if isinstance(clusters, int) else int(clusters * keys + 0.5)
+    return min(max(1, wanted), keys)
+
+
+def _own(clusters: float, size: Tensor, most: int) -> Tensor:
+    """The same of every row and head with ``size [B, Hkv]`` long keys, at most so many."""
+    if isinstance(clusters, int):
+        return torch.full_like(size, clusters).clamp(max=most)
+    return (clusters * size.double() + 0.5).long().clamp(min=1, max=most)
+
+
+def _clustered(keys: Tensor, there: Tensor, own: Tensor, most: int, iterations: int) -> Tensor:
+    """``own [B, Hkv]`` clusters, at most so many, of those of ``keys [B, Hkv, P, D]`` that are ``there``, by k-means of their
+    directions: ``[B, Hkv, P]`` long, ``most`` for the others."""
+    size, start = there.sum(-1), torch.arange(most, device=keys.device)
+    absent = start >= own[..., None]
+    at = (2 * start + 1) * size[..., None] // (2 * own[..., None].clamp(min=1))
+    at = true_first(there).gather(2, at.clamp(max=keys.shape[2] - 1))
+    at = at[..., None].expand(-1, -1, -1, keys.shape[3])
+    directions = torch.nn.functional.normalize(keys.float(), dim=-1)
+    doubled, gone = 2 * directions, ~there
+    centres = directions.gather(2, at)
+    for _ in range(iterations):
+        labels = _nearest(doubled, centres, absent).masked_fill_(gone, most)
+        sums, sizes = _members(directions, labels, most)
+        centres = torch.where(sizes[..., None] > 0, sums / sizes[..., None], centres)
+    return _nearest(doubled, centres, absent).masked_fill_(gone, most)
 
 
 def _nearest(doubled: Tensor, centres: Tensor, absent: Tensor) -> Tensor:

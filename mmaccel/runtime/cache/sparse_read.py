@@ -350,10 +350,12 @@ def prepare_reads(
         assert memory is not None and table is not None
         size = (table[..., 0] >= 0).sum(1).clamp(min=1)
         share = (memory.count.to(size.device) / size).clamp(max=1)
-        level = policy.level(observed, share) if observed else torch.zeros_like(share)
-        level, before = check_tensor(policy, "level()", level, "float", share.shape, share), memory.level
+        shape = share.shape if policy.thresholds == 1 else (len(share), policy.thresholds)
+        level = policy.level(observed, share) if observed else share.new_zeros(shape)
+        level, before = check_tensor(policy, "level()", level, "float", shape, share), memory.level
         if before is not None and text_rows is not None:
-            level = torch.where(text_rows.to(level.device), before.to(level), level)
+            kept = text_rows.to(level.device).view(-1, *[1] * (level.dim() - 1))
+            level = torch.where(kept, before.to(level), level)
         memory.level = level
 
 
