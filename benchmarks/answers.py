@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from folding import folded, share
 from scipy.stats import binomtest
-from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from mmaccel import load
 from mmaccel.accelerate.tuned import fingerprint
 from mmaccel.cli.shared.measure import percent
 from mmaccel.cli.shared.text import put_between
@@ -43,7 +43,7 @@ from mmaccel.programs.evaluate import Question, ask_suite, batches
 from mmaccel.programs.tune.confidence import interval
 from mmaccel.programs.tune.evaluate import AnsweredBatch, Goal, Measurement
 from mmaccel.recipe import Recipe, Stage, get_recipe
-from mmaccel.suite import IMAGE_TASKS, VIDEO_TASKS
+from mmaccel.suite import DOCUMENT_TASKS, IMAGE_TASKS, VIDEO_TASKS
 
 #: number of the first question of each task: published tables use those from 0 on, searches those of the split "val"
 FIRST = 500_000
@@ -58,11 +58,13 @@ KINDS = {
     "pictures-qwen": ("mini-qwen-vl", PICTURES),
     "pictures-deep": ("mini-llava-deep", PICTURES),
     "several": ("mini-llava", ("comparison",)),
+    "documents": ("mini-smol", DOCUMENT_TASKS),
+    "pictures-smol": ("mini-smol", PICTURES),
 }
 #: frames of a clip; the model was trained on clips of up to 16
 FRAMES = {"clips": 16, "long-clips": 48}
 #: pixels along a side of pictures and frames, where these are not 112
-SIDES = {"pictures-deep": 160}
+SIDES = {"pictures-deep": 160, "documents": 200, "pictures-smol": 200}
 
 _BUDGETS = (0.25, 0.1)
 _POLICIES = ("snapkv", "look-m", "infinipot-v", "vl-cache", "tova", "h2o", "streaming-llm", "keydiff")
@@ -150,6 +152,35 @@ _ON_PICTURES = (
     "fastkv",
     "homer",
 )
+#: methods between vision tower and language model, inside it, and in the cache that are asked about documents
+_ON_DOCUMENTS = (
+    "divprune",
+    "scope",
+    "mmtok",
+    "coverage",
+    "balanced",
+    "uniform",
+    "random",
+    "prunesid",
+    "otprune",
+    "visionzip",
+    "vispruner",
+    "hiprune",
+    "holov",
+    "pool",
+    "tome",
+    "pyramiddrop",
+    "priortr",
+    "apet",
+    "clse",
+    "hawk",
+    "ivcprune",
+    "fastv",
+    "keydiff",
+    "tova",
+    "snapkv",
+)
+_SHOWN_AGAIN = ("divprune:0.25+memvr", "divprune:0.1+memvr")
 _WEIGHED = ("spacetime", "centerclip", "kitoke", "divprune")
 _TOGETHER = (
     "aim-merge:0.5+vl-cache:0.2",
@@ -162,6 +193,9 @@ _TOGETHER = (
 
 def titles(kind: str) -> list[str]:
     """The rows of a table, first what says most."""
+    if kind in ("documents", "pictures-smol"):
+        named = [f"{name}:{budget}" for budget in (0.25, 0.5, 0.1) for name in _ON_DOCUMENTS]
+        return ["none", "fp8", "think", *named, *_SHOWN_AGAIN]
     own: tuple[str, ...] = _ON_CLIPS if kind in FRAMES else (*_ON_PICTURES, *_INSIDE, *_DRAFTED)
     if kind == "pictures-qwen":
         own = (*own, *_CROPPING)
@@ -201,12 +235,13 @@ def judged(one: AnsweredBatch, recipe: Recipe, folder: str) -> Measurement:
     return measured
 
 
-def asked(kind: str, count: int) -> list[Question]:
+def asked(kind: str, count: int, split: str = "test") -> list[Question]:
     """Questions of the kind's tasks in turn, so that every batch has all tasks."""
     tasks = KINDS[kind][1]
     each = -(-count // len(tasks))
     by_task = [
-        ask_suite([task], each, first=FIRST, frames=FRAMES.get(kind, 16), pixels=SIDES.get(kind, 112)) for task in tasks
+        ask_suite([task], each, split=split, first=FIRST, frames=FRAMES.get(kind, 16), pixels=SIDES.get(kind, 112))
+        for task in tasks
     ]
     return [question for turn in zip(*by_task, strict=True) for question in turn][:count]
 
@@ -215,14 +250,15 @@ def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
     """Ask batch by batch until all is asked or the minutes are over; ``report`` is filled and written after each recipe."""
     torch.set_num_threads(args.threads)
     folder = located(report["model"])
-    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
-    processor = AutoProcessor.from_pretrained(folder)
+    model, processor = load(report["model"], device=args.device, dtype=args.dtype)
     if report.setdefault("fingerprint", fingerprint(model)) != fingerprint(model):
         raise MmaccelError(f"{args.out} was measured with another model; give another --out.")
+    if report.setdefault("split", args.split if not report["rows"] else "test") != args.split:
+        raise MmaccelError(f"{args.out} is about the split {report['split']}; give another --out.")
     end = time.monotonic() + 60 * args.minutes if args.minutes else None
     rows, refused = report["rows"], report["refused"]
     done = 0
-    for batch in batches(asked(args.kind, args.questions), args.batch_size):
+    for batch in batches(asked(args.kind, args.questions, args.split), args.batch_size):
         done += len(batch)
         one = None
         for title in args.recipes:
@@ -296,7 +332,8 @@ def table(report: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     commands = "`, `".join(report["commands"])
     made = f"`{commands}`, {report['date']}, {report['machine']}, {versions}."
-    return folded(lines, "\n\n".join([*said, f"`{report['model']}`. {made}"]))
+    what = f"`{report['model']}`" + (", split `val`" if report.get("split") == "val" else "")
+    return folded(lines, "\n\n".join([*said, f"{what}. {made}"]))
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -358,6 +395,9 @@ def main() -> int:
     )
     parser.add_argument("--questions", type=int, default=200, help="default: 200")
     parser.add_argument("--batch-size", type=int, default=20, help="default: 20")
+    parser.add_argument("--split", choices=("test", "val"), default="test", help="val: for choosing (default: test)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
     parser.add_argument("--minutes", type=float, help="stop after so many; the same command goes on")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1)")
     parser.add_argument(
@@ -377,7 +417,9 @@ def main() -> int:
         report |= {
             "commands": list(dict.fromkeys((*report.get("commands", ()), provenance.command("python", sys.argv[0])))),
             "date": also(report.get("date"), provenance.today()),
-            "machine": f"a CPU ({provenance.processor()})",
+            "machine": f"a CPU ({provenance.processor()})"
+            if args.device == "cpu"
+            else provenance.processor(args.device),
             "versions": {name: also(before.get(name), number) for name, number in provenance.versions().items()},
         }
         run(args, report)

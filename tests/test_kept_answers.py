@@ -68,18 +68,19 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
             return Measurement((True,) * 2, (0.0,) * 2, (0.0,) * 2, spent, spent)
 
     stops = {1, 3}
-    shown = SimpleNamespace(from_pretrained=lambda folder: SimpleNamespace(eval=lambda: None))
     monkeypatch.setattr(answers, "AnsweredBatch", AnsweredBatch)
-    monkeypatch.setattr(answers, "AutoModelForImageTextToText", shown)
-    monkeypatch.setattr(answers, "AutoProcessor", shown)
+    monkeypatch.setattr(answers, "load", lambda name, **options: (None, None))
     monkeypatch.setattr(answers, "fingerprint", lambda model: "one")
-    monkeypatch.setattr(answers, "asked", lambda kind, count: [_question(number) for number in range(count)])
+    monkeypatch.setattr(answers, "asked", lambda kind, count, split: [_question(number) for number in range(count)])
     args = SimpleNamespace(
         kind="clips",
         questions=4,
         batch_size=2,
         minutes=None,
         threads=1,
+        split="test",
+        device="cpu",
+        dtype="float32",
         out=tmp_path / "a.json",
         recipes=["none", "vtc-cls", "pool"],
     )

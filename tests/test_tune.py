@@ -22,7 +22,7 @@ import zoo
 from tail import few, in_turn
 
 import mmaccel
-from mmaccel import MmaccelError, accelerate_vlm, accelerated, is_accelerated
+from mmaccel import MmaccelError, Stage, accelerate_vlm, accelerated, is_accelerated
 from mmaccel.cli import ask, main
 from mmaccel.families import family_of
 from mmaccel.media.files import Clip, Prompt, encode
@@ -80,6 +80,18 @@ def test_reading_the_answer_is_generating_it(family, video, name):
     full = sum(answer.visual_tokens_full for answer in answers)
     assert measured.share("tokens") == pytest.approx(sum(a.visual_tokens_per_layer for a in answers) / full)
     assert not is_accelerated(evaluator.model)
+
+
+def test_what_looks_again_at_some_steps_is_read_step_by_step():
+    """Some steps are uncertain and others not; an answer that is read in one forward would have one decision."""
+    asked = questions(4)
+    evaluator = judge_of("llava", asked)
+    recipe = Recipe("again", (Stage("memvr", options={"threshold": 0.97, "ratio": 1.0}),))
+    row = Row(recipe)
+    ((_, answers),) = evaluate(evaluator.model, evaluator.processor, asked, [row], batch_size=4, max_new_tokens=5)
+    kl = evaluator.ask(recipe, 0).kl
+    assert min(kl) < 1e-5 < max(kl), "no step differs"
+    assert kl == pytest.approx([answer.kl for answer in answers], rel=1e-3, abs=1e-5)
 
 
 def test_the_bare_model_loses_and_saves_nothing():

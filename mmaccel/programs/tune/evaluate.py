@@ -25,7 +25,7 @@ from ...core.transformers_api import DynamicCache, cache_argument
 from ...errors import MmaccelError
 from ...families import family_of
 from ...media.prepare import prepare
-from ...method import Policy, ReactivatingMethod
+from ...method import Policy, ReactivatingMethod, RetracingMethod
 from ...method.model_options import KeepLoaded
 from ...recipe import Recipe, get_recipe
 from ...runtime.tower.feature_cache import Remembered
@@ -156,7 +156,7 @@ class AnsweredBatch:
         remembers = own and all(method.site not in ("patches", "encoder") for method in built)
         memory = self.memory.on(self.family) if remembers else nullcontext()
         at_every_step = any(
-            isinstance(method, ReactivatingMethod) or (isinstance(method, Policy) and method.decodes)
+            isinstance(method, (ReactivatingMethod, RetracingMethod)) or (isinstance(method, Policy) and method.decodes)
             for method in built
         )
         seen: list[Any] = []
