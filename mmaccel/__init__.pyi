@@ -25,6 +25,7 @@ from .method.base import Method
 from .method.registry import get_method, methods, register
 from .programs.cache_file import load_cache, save_cache
 from .programs.long_video import read_video
+from .programs.prompt_cache import PromptCache
 from .programs.streaming import VideoSession
 from .programs.tune.tuning import tune
 from .programs.video_qa.qa import answer_videos
@@ -217,6 +218,7 @@ __all__ = [
     "Fallback",
     "Method",
     "MmaccelError",
+    "PromptCache",
     "Recipe",
     "RecipeName",
     "Reduction",

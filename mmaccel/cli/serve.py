@@ -84,6 +84,15 @@ class Serving:
             "chat, reads only what is new. 0 keeps none.",
         ),
     ] = 512
+    prompt_cache: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="MIB",
+            help="Memory for keys of single pictures: each is read apart from its prompt, once, and serves wherever it stands "
+            "(Prompt Cache). It does not see what is in front of it, so answers may differ. 0 reads prompts as a whole.",
+        ),
+    ] = 0
     time_limit: Annotated[
         float, typer.Option(min=0.001, metavar="SECONDS", help="Limit of the model for one request.")
     ] = 300.0
@@ -136,6 +145,7 @@ def run(
                 limits=Limits(serving.time_limit, frames, max_new_tokens),
                 drafts=drafts.arguments(),
                 prefix_cache=serving.prefix_cache << 20,
+                prompt_cache=serving.prompt_cache << 20,
             )
         # pages in a browser on this machine must not reach a local server under their own names
         allowed = [serving.host, *(serving.allow_host or ())] if here or serving.allow_host else None

@@ -49,6 +49,8 @@ class LanguageModel:
     by_token: ClassVar[tuple[str, ...]] = ()
     #: whether positions number the pictures of a conversation, which a kept cache does not know
     numbers_pictures: ClassVar[bool] = False
+    #: whether marks around pictures have other embeddings in a call without pixels
+    marks_need_pixels: ClassVar[bool] = False
 
     @property
     def axes(self) -> int:

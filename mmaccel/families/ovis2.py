@@ -19,6 +19,7 @@ class Ovis2(TiledByText):
     place = 18
     facts = Facts("yes, tiled", clips=False, cls=False, merging="blocks that make a token")
     needs_processor = False
+    marks_need_pixels = True
     layers_path = "transformer.encoder.layers"
     attention_name = "attention"
 

@@ -11,6 +11,7 @@ from clients import chat, data_url, picture, text, user
 from PIL import Image
 from tail import few
 
+from mmaccel import MmaccelError
 from mmaccel.programs.prefix_caches import PrefixCaches
 
 MEMORY = 256 << 20
@@ -89,6 +90,41 @@ def test_a_new_picture_behind_a_kept_cache(serve, things, name) -> None:
     # another budget is another cache
     chat(served, things.message, max_tokens=4, extra_body={"mmaccel": {"retain": 0.1}})
     assert metric(served, "prefix_cache_hits_total") == 1
+
+
+@pytest.mark.parametrize(("name", "named"), few(PAIRS, [(NAMES[0], "none"), (NAMES[1], "balanced")]))
+def test_a_picture_that_was_shown_elsewhere_is_not_read_again(serve, things, name, named) -> None:
+    """With ``prompt_cache``, also beside kept caches; what is answered does not depend on what was kept."""
+    shown = [picture(data_url(things.folder / f"{name}.png")) for name in ("a", "b")]
+    first, second = user(*shown, "what is there?"), user("There are two.", *shown[::-1], "what is there?")
+    fresh = serve(name, named, prompt_cache=MEMORY)
+    expected = chat(fresh, second, max_tokens=4)
+    assert metric(fresh, "prompt_tokens_reused_total") == 0
+    for kept in (0, MEMORY):
+        served = serve(name, named, prompt_cache=MEMORY, prefix_cache=kept)
+        chat(served, first, max_tokens=4)
+        assert metric(served, "prefix_cache_hits_total") == 0 < metric(served, "prefix_cache_bytes")
+        with work(served) as counts:
+            again = chat(served, second, max_tokens=4)
+        assert text(again) == text(expected) and counts["encoded"] == 0
+        assert metric(served, "prefix_cache_hits_total") == 1
+        reused = again.usage.prompt_tokens_details.cached_tokens
+        assert counts["tokens"] <= again.usage.prompt_tokens - reused + 3 and reused > 0.5 * again.usage.prompt_tokens
+        for figure in ("visual_tokens", "visual_tokens_kept"):
+            assert again.mmaccel[figure] == expected.mmaccel[figure] > 0
+        if kept:
+            # another turn continues what was joined
+            talk = [second, {"role": "assistant", "content": text(again)}, user("and what shape?")]
+            assert text(chat(served, *talk, max_tokens=4)) == text(chat(fresh, *talk, max_tokens=4))
+        # a budget of its own is read as a whole
+        chat(served, second, max_tokens=2, extra_body={"mmaccel": False})
+
+
+def test_a_prompt_cache_that_cannot_be_is_refused_at_the_start(serve) -> None:
+    with pytest.raises(MmaccelError, match="Pictures cannot be read apart from the prompt: snapkv works while"):
+        serve("mini-llava", "snapkv", prompt_cache=MEMORY)
+    with pytest.raises(MmaccelError, match="--prompt-cache does not go with drafts"):
+        serve("mini-llava", "none", prompt_cache=MEMORY, drafts={"lookup": True})
 
 
 @pytest.mark.parametrize("named", ["snapkv", "fastv", "kivi"])  # by choice: what sees the question

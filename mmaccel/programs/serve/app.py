@@ -62,8 +62,8 @@ def make_app(
     """
     recipe = scheduler.engines[0].recipe
     metrics = Metrics(name, recipe.name)
-    kept = scheduler.engines[0].kept
-    metrics.watch(lambda: scheduler.waiting, lambda: scheduler.running, lambda: 0 if kept is None else kept.nbytes)
+    held = [one for one in (scheduler.engines[0].kept, scheduler.engines[0].prompts) if one is not None]
+    metrics.watch(lambda: scheduler.waiting, lambda: scheduler.running, lambda: sum(one.nbytes for one in held))
     card = {
         "id": name,
         "object": "model",

@@ -19,7 +19,7 @@ from ...accelerate import accelerate_vlm
 from ...accelerate.fallback import fallback_of_call
 from ...accelerate.positions import check_positions, free_positions, recipe_limit
 from ...core.transformers_api import cache_of
-from ...errors import MmaccelError
+from ...errors import MmaccelError, UnsupportedError
 from ...media import untrusted
 from ...media.files import Chat, Clip, encode
 from ...media.prepare import prepare
@@ -28,7 +28,8 @@ from ...recipe import Recipe, get_recipe
 from ...runtime.build import plan_for_call
 from ..identity import digest
 from ..model_lock import ModelSlot, Stopped, TokenTimer
-from ..prefix_caches import Beginning, Media, PrefixCaches, continued
+from ..prefix_caches import Media, PrefixCaches, continued
+from ..prompt_cache import PromptCache
 from ..video_qa.generator import needs_own_prefill
 from .detokenizer import Detokenizer
 from .sampling import sampler
@@ -171,6 +172,8 @@ class Engine(ModelSlot):
         self._positions = recipe_limit(model, recipe)
         own_prefill = (needs_own_prefill(recipe) is not None and not ages(recipe)) or any(drafts.values())
         self.kept = None if own_prefill else kept
+        #: keys of single pictures, if they are read apart from the prompts
+        self.prompts: PromptCache | None = None
         ends = model.generation_config.eos_token_id
         self._ends = set(ends) if isinstance(ends, (list, tuple)) else {ends}
 
@@ -218,49 +221,57 @@ class Engine(ModelSlot):
             longest = self._longest(inputs, request, budget)
             streamer = _TextStreamer(text, send)
             ends = _Ends(self.processor.tokenizer, request.stop, prompt, check)
-            feed, begun = self._continued(processor, inputs, chat, budget)
-            out = self._generate(
-                **feed,
-                mmaccel=budget,
-                max_new_tokens=longest,
-                do_sample=False,
-                num_beams=1,
-                streamer=streamer,
-                logits_processor=sampler(self.model.generation_config, request),
-                stopping_criteria=StoppingCriteriaList([ends]),
-                return_dict_in_generate=True,
-            )
+            with self._relieved():
+                feed, visual, reused = self._continued(processor, inputs, chat, budget)
+                out = self.model.generate(
+                    **feed,
+                    mmaccel=budget,
+                    max_new_tokens=longest,
+                    do_sample=False,
+                    num_beams=1,
+                    streamer=streamer,
+                    logits_processor=sampler(self.model.generation_config, request),
+                    stopping_criteria=StoppingCriteriaList([ends]),
+                    return_dict_in_generate=True,
+                )
             stats = self.model.mmaccel.stats().to_dict()
-            if begun is not None:
-                for name, count in zip(_VISUAL, begun.visual, strict=True):
-                    stats[name] += count
+            for name, count in zip(_VISUAL, visual, strict=True):
+                stats[name] += count
             self._keep(out, inputs, chat, budget, stats)
         send(text.end())
         ended = text.stopped or text.ids[-1] in self._ends or len(text.ids) < longest
-        reused = 0 if begun is None else begun.tokens
         rate = None if stats["fallback"] else streamer.rate()
         return Answer(text.whole, "stop" if ended else "length", prompt, len(text.ids), rate, stats, reused)
 
-    def _generate(self, **arguments: Any) -> Any:
-        """The output of the model. Without memory for it all kept caches are dropped, so that the next request has it."""
+    @contextmanager
+    def _relieved(self) -> Iterator[None]:
+        """Drop all kept keys where the block finds no memory, so that the next request has it."""
         try:
-            return self.model.generate(**arguments)
+            yield
         except torch.OutOfMemoryError:
-            if self.kept is not None:
-                self.kept.clear()
+            for kept in (self.kept, self.prompts):
+                if kept is not None:
+                    kept.clear()
             raise
 
     def _continued(
         self, processor: Any, inputs: Mapping[str, Any], chat: Chat, budget: bool | Mapping[str, Any] | None
-    ) -> tuple[Mapping[str, Any], Beginning | None]:
-        """The inputs of ``generate``, and the beginning of the prompt that a kept cache has read, if one has."""
-        if self.kept is None or not _reads_once(budget):
-            return inputs, None
-        begun = self.kept.find(_key(budget), inputs["input_ids"][0].cpu(), Media.of(chat))
-        if begun is None:
-            return inputs, None
-        feed = continued(self.model.mmaccel.family, processor, inputs, chat, begun)
-        return (inputs, None) if feed is None else (feed, begun)
+    ) -> tuple[Mapping[str, Any], tuple[int, int], int]:
+        """The inputs of ``generate``, the visual tokens of what a cache has read of the prompt, see :data:`_VISUAL`, and how
+        many tokens were not read again."""
+        whole = inputs, (0, 0), 0
+        if self.kept is not None and _reads_once(budget):
+            begun = self.kept.find(_key(budget), inputs["input_ids"][0].cpu(), Media.of(chat))
+            if begun is not None and (feed := continued(self.model.mmaccel.family, processor, inputs, chat, begun)):
+                return feed, begun.visual, begun.tokens
+        if self.prompts is None or not (chat.pictures or chat.clips) or budget is False or _key(budget) != _key(None):
+            return whole
+        try:
+            apart = self.prompts.read(self.model, processor, inputs, chat)
+        except UnsupportedError:
+            # a picture that the processor cuts into other tiles beside others
+            return whole
+        return apart.inputs, apart.visual, apart.reused
 
     def _keep(
         self,

@@ -17,6 +17,7 @@ from ...errors import MmaccelError
 from ...recipe import Recipe
 from ..model_lock import ModelSlot
 from ..prefix_caches import PrefixCaches
+from ..prompt_cache import PromptCache
 from .app import make_app
 from .connections import BACKLOG, Connection
 from .engine import Engine, Limits, ages
@@ -72,6 +73,7 @@ def make_scheduler(
     limits: Limits | None = None,
     drafts: Mapping[str, Any] | None = None,
     prefix_cache: int = 0,
+    prompt_cache: int = 0,
 ) -> Scheduler:
     """A model with a recipe, and twins of it that share its weights, as a scheduler. Raises MmaccelError if the model
     cannot honour the recipe.
@@ -80,12 +82,22 @@ def make_scheduler(
     waiting : requests that may wait.
     drafts : ``lossless``, ``draft``, ``lookup``, ``fallback`` and ``offload`` of ``accelerate_vlm``.
     prefix_cache : bytes of kept caches, with which a prompt that begins like an earlier one goes on; 0 keeps none.
+    prompt_cache : bytes of kept keys of single pictures, which are read apart from prompts, see
+        :class:`mmaccel.programs.prompt_cache.PromptCache`; with 0 they are not.
     """
     # copied while the model is bare
     first = ModelSlot(model, processor, 0)
     pairs = [*(first.twin() for _ in range(several - 1)), (model, processor)]
     kept = PrefixCaches(prefix_cache, crops=not ages(recipe)) if prefix_cache else None
     engines = [Engine(*pair, recipe, sources or Sources(), limits or Limits(), drafts, kept) for pair in pairs]
+    if prompt_cache:
+        if any((drafts or {}).values()):
+            raise MmaccelError(
+                "--prompt-cache does not go with drafts, --fallback or --offload; leave out one of them."
+            )
+        prompts = PromptCache(model, processor, prompt_cache)
+        for engine in engines:
+            engine.prompts = prompts
     return Scheduler(engines, waiting)
 
 
