@@ -412,6 +412,43 @@ def test_products_that_are_added(keys, values, page, tile, queries, masked, devi
         decode_attention(scaling=0.125, **inputs, pages=pages, added=added.half())
 
 
+@pytest.mark.parametrize(
+    ("name", "width", "alone"),
+    [
+        ("factors", 32, False),
+        ("rotated", 48, False),
+        ("both", 48, True),
+        ("both", 32, False),
+        ("in a loop", 32, False),
+        ("in a loop", 32, True),
+        ("values only", 32, False),
+    ],
+)
+def test_factors_and_rotations_are_part_of_launches(name, width, alone, device, monkeypatch):
+    """Queries are turned where other keys are read, and values where all is merged: no operation is between the launches."""
+    key, value = {
+        "factors": (Format("int4", "channel", 32), Format("int4", "token", width)),
+        "rotated": (Format("int8", "channel", 32, seed=2), Format("int8", "token", width, seed=4)),
+        "both": (Format("int3", "token", width, seed=2), Format("int3", "token", width, seed=4)),
+        "in a loop": (Format("int4", "channel", 32, seed=2), Format("int4", "token", 32, seed=4)),
+        "values only": (Format("int8", "channel", 32), Format("int8", "token", width)),
+    }[name]
+    inputs = make(None if alone else [5, 80, 0, 1], 2, 2, 4, 3, width, 0 if alone else 5, device=device)
+    pages = packed([200, 0, 33, 128], 2, width, key, value, 128, 16, device=device)
+    rng = torch.Generator().manual_seed(5)
+    if name != "rotated":
+        factors = [(0.5 + torch.rand(4, width, generator=rng)).to(device) for _ in range(2)]
+        keys = [dataclasses.replace(pages.keys[0], factor=None if name == "values only" else factors[0])]
+        values = [dataclasses.replace(pages.values[0], factor=factors[1])]
+        pages = dataclasses.replace(pages, keys=tuple(keys), values=tuple(values))
+    looped = paged.fits(pages.with_values_as_stored(), inputs["query"], width)
+    assert looped == (name in ("factors", "in a loop", "values only"))
+    compare(inputs | {"pages": pages}, more=4)
+    monkeypatch.setattr(Pages, "turned_back", None)
+    monkeypatch.setattr(Pages, "turned", None if name != "values only" else lambda pages, query: query)
+    decode_attention_kernel(scaling=0.125, **inputs, pages=pages)
+
+
 @pytest.mark.parametrize("width", [16, 24])
 def test_halves_of_keys_rotated_apart(width, device):
     inputs = make(None, 2, 2, 3, 1, 48, 5, device=device)

@@ -10,17 +10,20 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
+import fingerprint
 import pytest
 import simulated
 import torch
 import zoo
 from evicting import SCHEDULES
 from laws import helpers
+from mmaccel_kernels.decode import decode_attention
 from tail import few
 from transformers import CompileConfig
 
 import mmaccel
 from mmaccel import Recipe, Stage, accelerated
+from mmaccel.kv import decoding
 from mmaccel.kv.index import KeyIndex
 from mmaccel.kv.layer import CompressedLayer
 from mmaccel.kv.packed import QuantisedLayer
@@ -308,6 +311,33 @@ def test_a_step_over_pages_with_a_loop_of_their_own_starts_two_more(name: str) -
     assert many.kernels == {"_attend": 8, "_decode": 8, "_merge": 8}
     less, more, plain, deep = (sum(counts.launches.values()) for counts in (few, many, bare, deeper))
     assert (more - less) - (deep - plain) == 4 * 2
+
+
+#: launches of a step above the bare model's, a layer, of codecs whose pages a tiny prompt fills
+# checked by test_a_step_over_packed_pages_launches_little
+PACKED = dict.fromkeys(fingerprint.PAGES, 2) | {"kivi": 1}
+
+
+@pytest.mark.parametrize("name", few(PACKED, ("turboquant", "zipcache")))
+def test_a_step_over_packed_pages_launches_little(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where queries and values are rotated, or have factors: nothing is done between launches, and nothing waits."""
+    read = []
+
+    def noted(*args: Any, pages: Any = None, **options: Any) -> Any:
+        read.append(pages is not None)
+        return decode_attention(*args, pages=pages, **options)
+
+    monkeypatch.setattr(decoding, "decode_attention", noted)
+    made = Recipe("packed", fingerprint.PAGES[name])
+    few, many, bare, deeper = (forwards(which, layers)[-1] for which in (made, Recipe("bare", ())) for layers in (4, 8))
+    assert any(read)
+    less, more, plain, deep = (sum(counts.launches.values()) for counts in (few, many, bare, deeper))
+    assert few.waits == many.waits and ((more - less) - (deep - plain)) / 4 == PACKED[name]
+
+
+def test_every_codec_has_pages_that_a_tiny_prompt_fills() -> None:
+    codecs = {name for name in mmaccel.methods() if mmaccel.get_method(name).site == "codec"}
+    assert {stage.method for stages in fingerprint.PAGES.values() for stage in stages} == codecs
 
 
 # by choice: one for every form in which a layer is stored

@@ -15,6 +15,8 @@ from torch import Tensor
 from .._softmax import gathered, leave
 from .._triton import jit, tl, triton
 from ..launch import Repeated, is_even
+from ..pages import Plane
+from ..pages.rotation import matrices_on
 
 #: what is put together at once
 PARTS = 32
@@ -47,14 +49,44 @@ class Left(NamedTuple):
     share: Share
 
 
+class Turn(NamedTuple):
+    """What the channels of a head are mapped by before they are coded, or after.
+
+    factor : ``[B Hkv, D]``, by which each is multiplied. rotation : ``[D, D]`` float32. None for none.
+    """
+
+    factor: Tensor | None
+    rotation: Tensor | None
+
+    @property
+    def kind(self) -> int:
+        """1 for factors, 2 for a rotation, 3 for both."""
+        return (self.factor is not None) + 2 * (self.rotation is not None)
+
+
+def turn_of(plane: Plane) -> Turn | None:
+    """Factors and rotation of a plane that holds all channels; None if it has neither."""
+    form, factor = plane.format, plane.factor
+    if factor is None and form.seed is None:
+        return None
+    rotation = None
+    if form.seed is not None:
+        rotation = matrices_on(plane.codes.device, plane.codes.shape[2], form.seed, form.sketch)[1]
+    return Turn(None if factor is None else factor.contiguous(), rotation)
+
+
 class LeftOfPages(NamedTuple):
-    """The same of a loop over pages alone; ``units`` of a page are shared out among ``programs``."""
+    """The same of launches over pages alone; ``units`` of a page are shared out among ``programs`` by :func:`share_of`, to
+    ``tile`` units rather for one of ``each``. ``turn`` is that of values, which are turned back when they are merged."""
 
     part: Tensor
     part_lse: Tensor
     cu_pages: Tensor
     units: int
     programs: int
+    tile: int = 1
+    each: int = 1
+    turn: Turn | None = None
 
 
 def merged(query: Tensor, heads: int, dv: int, dense: Left | None, paged: LeftOfPages | None) -> tuple[Tensor, Tensor]:
@@ -65,14 +97,15 @@ def merged(query: Tensor, heads: int, dv: int, dense: Left | None, paged: LeftOf
     of_dense = (None, None, None, None, None) if dense is None else (dense.part, dense.part_lse, *dense.bounds)
     of_pages = (None, None, None) if paged is None else paged[:3]
     share = None if dense is None else dense.share
-    units, programs = (0, 1) if paged is None else paged[3:]
-    given = [x for x in (*of_dense[:4], *of_pages, out, lse) if x is not None]
+    rule = (0, 1, 1, 1) if paged is None else paged[3:7]
+    turn = (None if paged is None else paged.turn) or Turn(None, None)
+    given = [x for x in (*of_dense[:4], *of_pages, *turn, out, lse) if x is not None]
     filled = of_dense[4]
     types = (*[x.dtype for x in given], None if filled is None else filled.dtype)
-    merging = _merging(_merge, query.device, types, share, units, programs, dv)
+    merging = _merging(_merge, query.device, types, share, rule, turn.kind, dv)
     merging.launch(
         (b * heads, hq // heads * q, 1), is_even((0,), given),
-        *of_dense, *of_pages, out, lse, b * heads, hq // heads * q, 0 if dense is None else dense.capacity,
+        *of_dense, *of_pages, *turn, out, lse, b * heads, hq // heads * q, 0 if dense is None else dense.capacity,
     )  # fmt: skip
     return out, lse
 
@@ -83,15 +116,18 @@ def _merging(
     device: torch.device,
     types: tuple[torch.dtype | None, ...],
     share: Share | None,
-    units: int,
-    programs: int,
+    of_pages: tuple[int, int, int, int],
+    turn: int,
     dv: int,
 ) -> Repeated:
     """The launch, the same at every step."""
+    (units, programs, tile, each), block = of_pages, max(16, triton.next_power_of_2(dv))
     rule = share or Share(False, False, 0, 1, 1, 1, 1)
     options = {"DENSE": share is not None, **{name.upper(): value for name, value in rule._asdict().items()}}
-    options |= {"OF_PAGE": units, "LOOPS": programs, "DV": dv, "BLOCK_DV": max(16, triton.next_power_of_2(dv))}
-    return Repeated(kernel, {**options, "PARTS": PARTS, "num_warps": 4})
+    options |= {"OF_PAGE": units, "LOOPS": programs, "PAGE_TILE": tile, "PAGE_EACH": each, "TURN": turn}
+    options |= {"DV": dv, "BLOCK_DV": block, "PARTS": PARTS}
+    # a rotation is held in registers, 64 a thread
+    return Repeated(kernel, {**options, "num_warps": max(4, block * block // 2048) if turn & 2 else 4})
 
 
 # --- how keys are shared out ------------------------------------------------------------------------------------------
@@ -135,28 +171,45 @@ def _between(begin, end, share):
     return first, tl.where(end > begin, (end - 1) // share, first - 1)
 
 
+@jit
+def _turned_back(x, factor, rotation, head, TURN: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Sums ``[BLOCK_DV]`` of values as they are stored, rotated back and multiplied by the factors of a head."""
+    d = tl.arange(0, BLOCK_DV)
+    if TURN & 2:
+        there = (d < DV)[:, None] & (d < DV)[None, :]
+        x = tl.sum(tl.load(rotation + d[:, None] * DV + d[None, :], mask=there, other=0.0) * x[:, None], 0)
+    if TURN & 1:
+        x *= tl.load(factor + head.to(tl.int64) * DV + d, mask=d < DV, other=0.0).to(tl.float32)
+    return x
+
+
 @jit(do_not_specialize=["heads", "rows", "capacity"], do_not_specialize_on_alignment=["filled"])
 def _merge(
-    part, part_lse, cu_lengths, cu_pages, filled, page_part, page_part_lse, page_bounds, out, lse, heads, rows, capacity,
+    part, part_lse, cu_lengths, cu_pages, filled, page_part, page_part_lse, page_bounds, factor, rotation, out, lse,
+    heads, rows, capacity,
     DENSE: tl.constexpr, RAGGED: tl.constexpr, ROOMY: tl.constexpr, PAGE: tl.constexpr, EACH: tl.constexpr,
     UNIT: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr, OF_PAGE: tl.constexpr, LOOPS: tl.constexpr,
+    PAGE_TILE: tl.constexpr, PAGE_EACH: tl.constexpr, TURN: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One row of one head: what the programs that share its keys have found, weighed by their sums of exponentials."""
     head, row = tl.program_id(0), tl.program_id(1)
     state = float("-inf"), 0.0, tl.zeros([BLOCK_DV], tl.float32)
+    if OF_PAGE:
+        share = share_of(tl.load(page_bounds + heads) * OF_PAGE, LOOPS, PAGE_EACH, PAGE_TILE, 1)
+        begin, end = tl.load(page_bounds + head) * OF_PAGE, tl.load(page_bounds + head + 1) * OF_PAGE
+        first, last = _between(begin, end, share)
+        state = gathered(page_part, page_part_lse, head, row, rows, first, last, state, DV, BLOCK_DV, PARTS)
+        if TURN:
+            highest, total, acc = state
+            state = highest, total, _turned_back(acc, factor, rotation, head, TURN, DV, BLOCK_DV)
     if DENSE:
         lengths = (cu_lengths, cu_pages, tl.cdiv(filled_of(filled, capacity, ROOMY), UNIT))
         share = share_of(before(lengths, heads, RAGGED, PAGE, UNIT), PROGRAMS, EACH, TILE, UNIT)
         begin, end = before(lengths, head, RAGGED, PAGE, UNIT), before(lengths, head + 1, RAGGED, PAGE, UNIT)
         first, last = _between(begin, end, share)
         state = gathered(part, part_lse, head, row, rows, first, last, state, DV, BLOCK_DV, PARTS)
-    if OF_PAGE:
-        share = tl.maximum(tl.cdiv(tl.load(page_bounds + heads) * OF_PAGE, LOOPS), 1)
-        begin, end = tl.load(page_bounds + head) * OF_PAGE, tl.load(page_bounds + head + 1) * OF_PAGE
-        first, last = _between(begin, end, share)
-        state = gathered(page_part, page_part_lse, head, row, rows, first, last, state, DV, BLOCK_DV, PARTS)
     leave(out, lse, head, row, rows, state, DV, BLOCK_DV)
 
 
-__all__ = ["Left", "LeftOfPages", "Share", "before", "filled_of", "merged", "share_of"]
+__all__ = ["Left", "LeftOfPages", "Share", "Turn", "before", "filled_of", "merged", "share_of", "turn_of"]

@@ -107,6 +107,7 @@ def leave_pages(
     dv: int,
     found: cuda.Loop | None,
     added: tuple[Tensor, Tensor] | None = None,
+    turned: Tensor | None = None,
 ) -> LeftOfPages:
     """Attention over ``pages``, in one launch; the rest of a cache is :func:`.merge.merged` with it.
 
@@ -118,10 +119,11 @@ def leave_pages(
     programs : two a multiprocessor.
     added : of :func:`.decode_attention`, and the first column of every page.
     found : the loop in CUDA C++ (:func:`loop`), or None for Triton's, which only takes pages that :func:`fits` says it does.
+    turned : the query as keys are coded, contiguous; None if it is to be made.
     """
     b, hq, q, _ = query.shape
     heads, rows = b * pages.heads, hq // pages.heads * q
-    turned = pages.turned(query).contiguous()
+    turned = pages.turned(query).contiguous() if turned is None else turned
     if found is not None:
         programs = programs * found.each // 2
     part, part_lse = workspace(query, (programs + heads) * rows * dv, (programs + heads) * rows, use="pages")

@@ -21,7 +21,7 @@ from ..pages import Pages, Plane
 from ..pages.triton import plane
 from . import paged
 from .dense import attend
-from .merge import Left, Share, before, filled_of, merged, share_of
+from .merge import Left, LeftOfPages, Share, Turn, before, filled_of, merged, share_of, turn_of
 from .naive import Flat
 from .packed import attend_pages
 from .paged import LOG2E
@@ -63,60 +63,62 @@ def decode_attention_kernel(
     tail: Tensor | None = None,
     added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`.decode_attention` in two launches, and one more for pages that have a loop of their own (:mod:`.paged`) beside
-    other keys; on the CPU in Triton's interpreter, if that was chosen."""
+    """:func:`.decode_attention` in two launches, and one more for pages that are read apart from other keys: those that have a
+    loop of their own (:mod:`.paged`), and those whose values are rotated or have factors, which are taken back when all is
+    merged. What turns the query for pages that are read apart is part of the launch for the other keys, which comes first. On
+    the CPU in Triton's interpreter, if that was chosen."""
     hkv, capacity, dv = *keys.shape[1:3], values.shape[3]
     if query.shape[2] > MAX_QUERIES:
         raise ValueError(
             f"query has {query.shape[2]} tokens and the decode kernel takes at most {MAX_QUERIES}; use prefill attention."
         )
-    if pages is not None and pages.values_turned:
-        return _with_turned_values(query, keys, values, scaling, flat, pages, visible, tail, added)
+    turn = turn_of(pages.values[0]) if pages is not None and pages.values_turned else None
+    stored = pages if pages is None or turn is None else pages.with_values_as_stored()
     # the loop in CUDA C++ takes a positive scale
-    by_hand = pages is not None and scaling > 0 and added is None and pages.keys[0].rest is pages.values[0].rest is None
-    found = paged.loop(pages, query, visible is not None) if pages is not None and by_hand else None
-    of_pages = None
-    if pages is not None and (found is not None or paged.fits(pages, query, dv)):
-        mask, strides, _ = _mask_arguments(visible, keys)
-        columns = None if mask is None and added is None else _columns(pages)
-        seen = None if mask is None or columns is None else (mask, strides, columns)
-        more = None if added is None or columns is None else (added, columns)
-        programs = PROGRAMS_EACH * _multiprocessors(query.device)
-        of_pages = paged.leave_pages(query, pages, scaling * LOG2E, seen, programs, dv, found, more)
-        pages = None
-    elif not readable(pages, query, dv):
+    by_hand = stored is not None and scaling > 0 and added is None and not stored.remains
+    found = paged.loop(stored, query, visible is not None) if stored is not None and by_hand else None
+    looped = stored is not None and (found is not None or paged.fits(stored, query, dv))
+    if not looped and not readable(stored, query, dv):
         raise ValueError(
             "The decode kernel reads pages of codes alone, in one or two planes of keys and one of values and in tiles of 16 "
             "to 128."
         )
-    alone = of_pages is not None and not capacity and flat is None
-    dense = None if alone else _leave_keys(query, keys, values, scaling, flat, pages, visible, tail, added)
-    return merged(query, hkv, dv, dense, of_pages)
+    query = query.contiguous()
+    if stored is None or not (looped or turn is not None):
+        return merged(
+            query, hkv, dv, _leave_keys(query, keys, values, scaling, flat, stored, visible, tail, added), None
+        )
+    keys_turn = _of_keys(stored)
+    turned = torch.empty_like(query) if keys_turn is not None else stored.turned(query).contiguous()
+    dense = None
+    if capacity or flat is not None or keys_turn is not None:
+        making = None if keys_turn is None else (keys_turn, turned)
+        dense = _leave_keys(query, keys, values, scaling, flat, None, visible, tail, None, making)
+    if not capacity and flat is None:
+        dense = None
+    programs = PROGRAMS_EACH * _multiprocessors(query.device)
+    if looped:
+        mask, strides, _ = _mask_arguments(visible, keys)
+        columns = None if mask is None and added is None else _columns(stored)
+        seen = None if mask is None or columns is None else (mask, strides, columns)
+        more = None if added is None or columns is None else (added, columns)
+        of_pages = paged.leave_pages(query, stored, scaling * LOG2E, seen, programs, dv, found, more, turned)
+    else:
+        none = keys[:, :, :0], values[:, :, :0]
+        left = _leave_keys(query, *none, scaling, None, stored, visible, None, added, turned=turned, use="pages")
+        share = left.share
+        of_pages = LeftOfPages(
+            *left[:2], stored.cu_pages, share.page // share.unit, programs, share.tile // share.unit, share.each
+        )
+    return merged(query, hkv, dv, dense, of_pages._replace(turn=turn))
 
 
-def _with_turned_values(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scaling: float,
-    flat: Flat | None,
-    pages: Pages,
-    visible: Tensor | None,
-    tail: Tensor | None,
-    added: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The same of pages whose values are rotated or have factors: what is found of them is rotated back, or multiplied, and
-    merged with the rest."""
-    none = keys[:, :, :0], values[:, :, :0]
-    found, lse = decode_attention_kernel(
-        query, *none, scaling, None, pages.with_values_as_stored(), visible, None, added
-    )
-    found = pages.turned_back(found).to(query.dtype)
-    if not keys.shape[2] and flat is None:
-        return found, lse
-    rest, rest_lse = decode_attention_kernel(query, keys, values, scaling, flat, None, visible, tail)
-    share = (rest_lse - lse).sigmoid().nan_to_num(0.0)[..., None]
-    return torch.lerp(found.float(), rest.float(), share).to(query.dtype), torch.logaddexp(lse, rest_lse)
+def _of_keys(pages: Pages) -> Turn | None:
+    """What a query is turned by in the launch for other keys: where keys are in one plane of all channels, and are rotated or
+    have factors."""
+    first = pages.keys[0]
+    alike = len(pages.keys) == 1 and first.channels is None and not first.format.fourier
+    return turn_of(first) if alike else None
 
 
 def _leave_keys(
@@ -129,29 +131,53 @@ def _leave_keys(
     visible: Tensor | None,
     tail: Tensor | None,
     added: Tensor | None,
+    making: tuple[Turn, Tensor] | None = None,
+    turned: Tensor | None = None,
+    use: str = "",
 ) -> Left:
-    """What is found of the tail and of flat keys, and of pages that have no loop of their own, in one launch."""
+    """What is found of the tail and of flat keys, and of pages that have no loop of their own, in one launch.
+
+    Parameters
+    ----------
+    making : a map of channels, and where to leave the query after it, for a launch that comes later.
+    turned : the query as the keys of ``pages`` are coded, contiguous; None if it is to be made.
+    use : of the :func:`workspace`.
+    """
     b, hq, q, d = query.shape
     hkv, capacity, dv = *keys.shape[1:3], values.shape[3]
     heads, rows = b * hkv, hq // hkv * q
-    query, keys, values = query.contiguous(), _rows(keys), _rows(values)
+    keys, values = _rows(keys), _rows(values)
     ragged = (None, None, None) if flat is None else (_rows(flat.keys), _rows(flat.values), flat.cu_lengths)
     mask, strides, columns = _mask_arguments(visible, keys)
     packed, planes = _packed_arguments(pages, query, visible is not None, added)
-    turned, cu_pages = (None, None) if pages is None else (pages.turned(query).contiguous(), pages.cu_pages)
-    given = [x for x in (query, keys, values, *ragged, mask, turned, cu_pages, *packed) if x is not None]
+    cu_pages = None if pages is None else pages.cu_pages
+    if pages is not None and turned is None:
+        turned = pages.turned(query).contiguous()
+    turn = Turn(None, None)
+    if making is not None:
+        turn, turned = making
+    given = [x for x in (query, keys, values, *ragged, mask, turned, cu_pages, *packed, *turn) if x is not None]
     programs = PROGRAMS_EACH * _multiprocessors(query.device)
     types = (*[x.dtype for x in given], None if tail is None else tail.dtype)
     has = (flat is not None, tail is not None, visible is not None, pages is not None)
     shape = (hq // hkv, q, d, dv, hkv, programs)
-    step = _step(_decode, query.device, types, has, shape, _capability(query.device), planes, PROGRAMS_EACH)
+    step = _step(
+        _decode,
+        query.device,
+        types,
+        has,
+        shape,
+        _capability(query.device),
+        (*planes, ("TURN", turn.kind)),
+        PROGRAMS_EACH,
+    )
     # a program works on one head after the other, so program + head numbers what each of them has done for each
-    part, part_lse = workspace(query, (programs + heads) * rows * dv, (programs + heads) * rows)
+    part, part_lse = workspace(query, (programs + heads) * rows * dv, (programs + heads) * rows, use=use)
     steps = (*keys.stride()[:3], *values.stride()[:3])
     step.decode.launch(
         (programs, -(-rows // step.block_m), 1), is_even(steps, given),
         query, turned, *ragged, keys, values, tail, mask, part, part_lse, cu_pages, *packed,
-        scaling * LOG2E, heads, hkv, rows, q, capacity, *steps, *strides,
+        *turn, scaling * LOG2E, heads, hkv, rows, q, capacity, *steps, *strides,
         columns - capacity - (0 if flat is None else flat.width), columns - capacity, 0 if added is None else added.shape[3],
     )  # fmt: skip
     return Left(part, part_lse, (ragged[2], cu_pages, tail), capacity, step.share)
@@ -317,19 +343,48 @@ def _leave(state, part, part_lse, program, head, row, rows, DV: tl.constexpr, BL
     tl.store(part_lse + at, tl.where(some, highest + tl.log2(total), float("-inf")), mask=row < rows)
 
 
+@jit
+def _turn(query, turned, factor, rotation, heads, rows, TURN: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Leave rows of the query as keys are coded: multiplied by the factors of their head, and rotated."""
+    ONCE: tl.constexpr = 8192 // BLOCK_D if BLOCK_D > 64 else BLOCK_D
+    d = tl.arange(0, BLOCK_D)
+    first = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    for at in range(first, heads * rows, tl.num_programs(0) * tl.num_programs(1)):
+        number = tl.zeros([], tl.int64) + at
+        own = number * D
+        q = tl.load(query + own + d, mask=d < D, other=0.0)
+        if TURN & 1:
+            of_head = number // rows * D
+            q = (q.to(tl.float32) * tl.load(factor + of_head + d, mask=d < D, other=0.0).to(tl.float32)).to(q.dtype)
+        if TURN & 2:
+            for start in tl.static_range(0, BLOCK_D, ONCE):
+                to = start + tl.arange(0, ONCE)
+                there = (to < D)[:, None] & (d < D)[None, :]
+                part = tl.load(rotation + to[:, None] * D + d[None, :], mask=there, other=0.0)
+                made = tl.sum(part * q.to(tl.float32)[None, :], 1)
+                tl.store(turned + own + to, made.to(q.dtype), mask=to < D)
+        else:
+            tl.store(turned + own + d, q, mask=d < D)
+
+
 @jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=["filled"])
 def _decode(
     query, turned, flat_keys, flat_values, cu_lengths, keys, values, filled, mask, part, part_lse, cu_pages,
     key_codes, key_scale, key_zero, other_codes, other_scale, other_zero, value_codes, value_scale, value_zero,
-    channels, other_channels, count, meta, table, columns, added, scale, heads, kv_heads, rows, queries, capacity,
+    channels, other_channels, count, meta, table, columns, added, factor, rotation,
+    scale, heads, kv_heads, rows, queries, capacity,
     key_b, key_h, key_n, value_b, value_h, value_n, mask_b, mask_h, mask_q, flat_column, tail_column, added_step,
     RAGGED: tl.constexpr, ROOMY: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr,
     EACH: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, KEY: tl.constexpr, OTHER: tl.constexpr, VALUE: tl.constexpr, ADDED: tl.constexpr,
+    TURN: tl.constexpr,
 ):  # fmt: skip
-    """One share of all keys: for every head in it, attention over its part of the share, and its log-sum-exp."""
+    """One share of all keys: for every head in it, attention over its part of the share, and its log-sum-exp. With ``TURN``
+    also a share of the query's rows is turned, for a later launch."""
     program = tl.program_id(0)
+    if TURN:
+        _turn(query, turned, factor, rotation, heads, rows, TURN, D, BLOCK_D)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     tail = filled_of(filled, capacity, ROOMY)

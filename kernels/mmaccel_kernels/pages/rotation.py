@@ -68,14 +68,16 @@ def _by_steps(x: Tensor, sketch: bool) -> bool:
 
 def _matrix_for(x: Tensor, seed: int, sketch: bool) -> Tensor:
     width = x.shape[-1]
-    return matrix(width, seed, sketch) if x.device.type == "cpu" else _matrix_on(x.device, width, seed, sketch)
+    return matrix(width, seed, sketch) if x.device.type == "cpu" else matrices_on(x.device, width, seed, sketch)[0]
 
 
 @lru_cache(maxsize=64)
-def _matrix_on(device: torch.device, width: int, seed: int, sketch: bool) -> Tensor:
-    """:func:`matrix` on a device. It stays there: a step that is captured may copy nothing from the host."""
+def matrices_on(device: torch.device, width: int, seed: int, sketch: bool) -> tuple[Tensor, Tensor]:
+    """:func:`matrix` on a device, in float64 and in float32. Both stay there: a step that is captured may copy nothing from the
+    host."""
     with torch.inference_mode(False):
-        return matrix(width, seed, sketch).to(device)
+        exact = matrix(width, seed, sketch).to(device)
+        return exact, exact.float().contiguous()
 
 
 def _hadamard(x: Tensor) -> Tensor:
