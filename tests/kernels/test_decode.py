@@ -444,7 +444,6 @@ def test_factors_and_rotations_are_part_of_launches(name, width, alone, device, 
     looped = paged.fits(pages.with_values_as_stored(), inputs["query"], width)
     assert looped == (name in ("factors", "in a loop", "values only"))
     compare(inputs | {"pages": pages}, more=4)
-    monkeypatch.setattr(Pages, "turned_back", None)
     monkeypatch.setattr(Pages, "turned", None if name != "values only" else lambda pages, query: query)
     decode_attention_kernel(scaling=0.125, **inputs, pages=pages)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .format import Format
-from .naive import dequantise, pack, turned, turned_back, unpack
+from .naive import dequantise, pack, turned, unpack
 from .ragged import cumulative, ranges, sums
 
 
@@ -187,15 +187,6 @@ class Pages:
         """The same pages, of whose values nothing is rotated back or multiplied by factors."""
         values = (replace(one, format=replace(one.format, seed=None), factor=None) for one in self.values)
         return replace(self, values=tuple(values))
-
-    def turned_back(self, read: Tensor) -> Tensor:
-        """Sums ``read [B, Hq, q, Dv]`` of :meth:`with_values_as_stored` as sums of values, float32."""
-        plane = self.values[0]
-        read = turned_back(read.float(), plane.format)
-        if plane.factor is None:
-            return read
-        rows = read.reshape(self.batch * self.heads, -1, read.shape[-1])
-        return (rows * plane.factor[:, None].float()).view_as(read)
 
     @staticmethod
     def width_of(planes: tuple[Plane, ...]) -> int:
