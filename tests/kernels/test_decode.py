@@ -422,6 +422,7 @@ def test_products_that_are_added(keys, values, page, tile, queries, masked, devi
         ("in a loop", 32, False),
         ("in a loop", 32, True),
         ("values only", 32, False),
+        ("keys only", 32, False),
     ],
 )
 def test_factors_and_rotations_are_part_of_launches(name, width, alone, device, monkeypatch):
@@ -431,12 +432,13 @@ def test_factors_and_rotations_are_part_of_launches(name, width, alone, device, 
         "rotated": (Format("int8", "channel", 32, seed=2), Format("int8", "token", width, seed=4)),
         "both": (Format("int3", "token", width, seed=2), Format("int3", "token", width, seed=4)),
         "in a loop": (Format("int4", "channel", 32, seed=2), Format("int4", "token", 32, seed=4)),
+        "keys only": (Format("int3", "token", width, seed=2), Format("int4", "token", width)),
         "values only": (Format("int8", "channel", 32), Format("int8", "token", width)),
     }[name]
     inputs = make(None if alone else [5, 80, 0, 1], 2, 2, 4, 3, width, 0 if alone else 5, device=device)
     pages = packed([200, 0, 33, 128], 2, width, key, value, 128, 16, device=device)
     rng = torch.Generator().manual_seed(5)
-    if name != "rotated":
+    if name not in ("rotated", "keys only"):
         factors = [(0.5 + torch.rand(4, width, generator=rng)).to(device) for _ in range(2)]
         keys = [dataclasses.replace(pages.keys[0], factor=None if name == "values only" else factors[0])]
         values = [dataclasses.replace(pages.values[0], factor=factors[1])]

@@ -64,9 +64,9 @@ def decode_attention_kernel(
     added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`.decode_attention` in two launches, and one more for pages that are read apart from other keys: those that have a
-    loop of their own (:mod:`.paged`), and those whose values are rotated or have factors, which are taken back when all is
-    merged. What turns the query for pages that are read apart is part of the launch for the other keys, which comes first. On
-    the CPU in Triton's interpreter, if that was chosen."""
+    loop of their own (:mod:`.paged`), and those whose keys or values are rotated or have factors. The launch for other keys
+    comes first, and turns the query; values are turned back when all is merged. On the CPU in Triton's interpreter, if that was
+    chosen."""
     hkv, capacity, dv = *keys.shape[1:3], values.shape[3]
     if query.shape[2] > MAX_QUERIES:
         raise ValueError(
@@ -84,11 +84,11 @@ def decode_attention_kernel(
             "to 128."
         )
     query = query.contiguous()
-    if stored is None or not (looped or turn is not None):
+    keys_turn = None if stored is None else _of_keys(stored)
+    if stored is None or not (looped or turn or keys_turn):
         return merged(
             query, hkv, dv, _leave_keys(query, keys, values, scaling, flat, stored, visible, tail, added), None
         )
-    keys_turn = _of_keys(stored)
     turned = torch.empty_like(query) if keys_turn is not None else stored.turned(query).contiguous()
     dense = None
     if capacity or flat is not None or keys_turn is not None:
