@@ -16,7 +16,7 @@ from laws import oracle
 from tail import few
 from torch import Tensor
 
-from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated, is_accelerated
+from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated, get_recipe, is_accelerated
 from mmaccel.families.base import slides
 from mmaccel.kv.cache import CacheState
 from mmaccel.media.files import Clip, Prompt, encode
@@ -227,6 +227,18 @@ def test_an_hour_of_frames(family: str, monkeypatch: pytest.MonkeyPatch) -> None
     for figures in (sizes, counts, places):
         first, last = max(figures[:145]), max(figures[-145:])
         assert last <= 1.1 * first, f"grew from {first} to {last}"
+
+
+def test_a_cap_below_the_sinks_and_the_newest_keys_is_refused() -> None:
+    """At once, by the option and in a session; a cap that holds them is kept."""
+    words = "cap=39 of snapkv is less than the keys that always stay, sinks=10 and recent=30; give a cap of at least 40"
+    with pytest.raises(MmaccelError, match=words):
+        get_recipe("snapkv").override(retain=0.5, sinks=10, recent=30, cap=39)
+    recipe = get_recipe("snapkv").override(retain=0.5, sinks=10, recent=30)
+    model, processor = zoo.model("qwen2_5_vl"), zoo.processor("qwen2_5_vl")
+    with pytest.raises(MmaccelError, match=words):
+        VideoSession(model, recipe, processor=processor, cap_tokens=39)
+    VideoSession(model, recipe, processor=processor, cap_tokens=40)
 
 
 def test_what_cannot_be_meant() -> None:

@@ -44,8 +44,14 @@ QUESTIONS = (
 )
 #: by the beginning of a results file's name: the module of ``benchmarks`` whose ``table`` writes it
 MAKERS = {"answers-": "answers", "tuned-": "tuned", "pages-": "pages", "things-": "things", "prefix-": "prefix"}
-MAKERS |= {"towers": "towers", "memory": "memory", "offload": "offload", "streams": "streams"}
-MAKERS |= {"long-video": "long_video"}
+MAKERS |= {
+    "towers": "towers",
+    "memory": "memory",
+    "offload": "offload",
+    "streams": "streams",
+    "streams-hour": "streams",
+}
+MAKERS |= {"long-video": "long_video", "prompt-cache": "prompt_cache"}
 ROWS = re.compile(r"(<!-- rows of ([\w-]+): ([^|>]+) \| ([^>]+) -->\n).*?(<!-- /rows -->)", re.S)
 
 

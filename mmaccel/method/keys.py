@@ -252,6 +252,12 @@ class CacheOptions(Method):
         how, number = self.choice("compact")
         if how == "residual" and number is not None and not number.is_integer():
             raise MmaccelError(f"compact={self.compact!r} must end in a whole number of keys, as 'residual:4'.")
+        always = self.sinks + (self.recent if isinstance(self.recent, int) else 0)
+        if 0 < self.cap < always:
+            raise MmaccelError(
+                f"cap={self.cap} of {self.name} is less than the keys that always stay, sinks={self.sinks} and "
+                f"recent={self.recent}; give a cap of at least {always}, or fewer of these."
+            )
         for kind in self.protect:
             if kind not in CHOICES["protect"]:
                 raise MmaccelError(f"protect={kind!r} is unknown; it can be {' or '.join(CHOICES['protect'])}.")

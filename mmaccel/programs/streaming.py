@@ -427,6 +427,8 @@ def _streaming(recipe: Recipe, recall: Stage | None, cap: int, prefix: int, dial
     if dialogue and hasattr(policy, "dialogue"):
         options["dialogue"] = dialogue
     stages[at] = dataclasses.replace(stages[at], retain=1.0, options={**stages[at].options, **options})
+    # refuses a cap below the keys that always stay
+    stages[at].build()
     return dataclasses.replace(recipe, stages=tuple(stages))
 
 
