@@ -43,10 +43,11 @@ HOPE = 0.9
 
 @dataclass(eq=False)
 class Learned:
-    """Memory of earlier calls of a model: their answers, None where no drafter copies from them, and seconds of forwards by the
-    rows of a call."""
+    """Memory of earlier calls of a model: their answers, None where no drafter copies from them, the acceptance of sources, and
+    seconds of forwards by the rows of a call."""
 
     answers: Store | None
+    acceptance: dict[str, float] = field(default_factory=dict)
     costs: dict[int, Costs] = field(default_factory=dict)
 
 
@@ -146,7 +147,9 @@ class Drafts:
         self.family = self.head = None
 
     def forget(self) -> None:
-        """Forget earlier answers, so that the same question again is no easier to draft for."""
+        """Forget earlier answers, so that the same question again is no easier to draft for, and how often drafts were
+        accepted."""
+        self.learned.acceptance = {}
         if self.copying is not None:
             self.learned.answers = self.copying.store()
 
@@ -216,7 +219,10 @@ class Drafts:
         rows = len(ids) if isinstance(ids := given.get("input_ids"), Tensor) else 1
         costs = self.learned.costs.setdefault(rows, Costs())
         decoder = Decoder(
-            Drafting(make, forbidden, costs=costs), streamer=given.get("streamer"), remember=self._remember
+            Drafting(make, forbidden, costs=costs, known=self.learned.acceptance),
+            streamer=given.get("streamer"),
+            remember=self._remember,
+            kept=cache_in(given) is not None,
         )
         return decoder
 

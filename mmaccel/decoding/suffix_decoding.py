@@ -55,26 +55,25 @@ class CountedSuffixes(SuffixAutomaton):
 
     def extend(self, token: int) -> None:
         super().extend(token)
-        state, length = self._within(*self._suffix)
+        state, length = self.within(*self._suffix)
         before = state
         while before:
             ranked = self.ranked[before]
             if not ranked or ranked[0] != token:
                 self._rank(before, token)
             before = self.link[before]
-        self._suffix = state, _ = self._within(self.next[state][token], min(length + 1, self.depth))
+        self._suffix = state, _ = self.within(self.next[state][token], min(length + 1, self.depth))
         while state:
             self.count[state] += 1
             state = self.link[state]
 
-    def _matched(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """The longest suffix that occurs. All tokens are no match: the program asks for one that begins after the first."""
-        known = min(self.depth, len(tokens) - 1)
-        return self.match(tokens[len(tokens) - known :]) if known > 0 else (0, 0)
+    @property
+    def suffix(self) -> tuple[int, int]:
+        """The longest suffix of at most ``depth`` tokens of the newest sequence: its state and its length."""
+        return self._suffix
 
-    def branched(self, tokens: Sequence[int], most: int, factor: float, offset: float, least: float) -> Continuation:
-        """The best tree of continuations of ``tokens``; see :class:`SuffixDecoding`."""
-        state, length = self._matched(tokens)
+    def branched(self, state: int, length: int, most: int, factor: float, offset: float, least: float) -> Continuation:
+        """The best tree of continuations of ``length`` tokens that are in ``state``; see :class:`SuffixDecoding`."""
         best = Continuation([], [], 0.0, length)
         while state:
             made = -1
@@ -118,9 +117,8 @@ class CountedSuffixes(SuffixAutomaton):
             add(state, -chance, len(tokens) - 1, depth)
         return tokens, chances, parents
 
-    def continued(self, tokens: Sequence[int], most: int, factor: float, offset: float, least: float) -> Continuation:
-        """The best chain that continues ``tokens``; see :class:`SuffixDecoding`."""
-        state, length = self._matched(tokens)
+    def continued(self, state: int, length: int, most: int, factor: float, offset: float, least: float) -> Continuation:
+        """The best chain behind ``length`` tokens that are in ``state``; see :class:`SuffixDecoding`."""
         best = Continuation([], [], 0.0, length)
         while state:
             shortest = self.length[self.link[state]] + 1
@@ -134,8 +132,8 @@ class CountedSuffixes(SuffixAutomaton):
             state = self.link[state]
         return best
 
-    def _within(self, state: int, length: int) -> tuple[int, int]:
-        """The state of the suffix of ``length`` tokens of what is in ``state``."""
+    def within(self, state: int, length: int) -> tuple[int, int]:
+        """The suffix of ``length`` tokens of what is in ``state``: its state and its length."""
         while state and self.length[self.link[state]] >= length:
             state = self.link[state]
         return state, length
@@ -222,6 +220,9 @@ class SuffixDecoding(Drafter):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._own = self.index()
+        self._read = 0
+        #: by automaton of earlier answers the longest suffix of at most ``depth`` tokens that occurs there
+        self._found: dict[int, tuple[CountedSuffixes, int, int]] = {}
 
     @classmethod
     def store(cls) -> Answers[CountedSuffixes]:
@@ -237,15 +238,31 @@ class SuffixDecoding(Drafter):
     def _best(self, tokens: Sequence[int], most: int, branched: bool) -> Continuation:
         for token in tokens[len(self._own.text) :]:
             self._own.extend(token)
-        indexes = [self._own, *(self.earlier.automata if self.earlier is not None else ())]
-        newest = tokens[-self.depth - 1 :]
-        return max((self.best(one, newest, most, branched) for one in indexes), key=lambda best: best.score)
+        found = [(self._own, *self._own.suffix), *self._in_answers(tokens)]
+        # all tokens are no match: the program asks for one that begins after the first
+        longest = min(self.depth, len(tokens) - 1)
+        places = [(index, *index.within(state, min(length, longest))) for index, state, length in found]
+        return max((self.best(*place, most, branched) for place in places), key=lambda best: best.score)
+
+    def _in_answers(self, tokens: Sequence[int]) -> list[tuple[CountedSuffixes, int, int]]:
+        """Of every automaton of earlier answers the longest suffix of ``tokens`` that occurs there."""
+        automata = self.earlier.automata if self.earlier is not None else ()
+        before, self._found = self._found, {}
+        for one in automata:
+            _, state, length = before.get(id(one), (one, 0, 0))
+            for token in tokens[self._read if id(one) in before else -self.depth :]:
+                # an answer that was added since may have split the state
+                state, length = one.step(*one.within(state, length), token)
+                state, length = one.within(state, min(length, self.depth))
+            self._found[id(one)] = one, state, length
+        self._read = len(tokens)
+        return list(self._found.values())
 
     def index(self) -> CountedSuffixes:
         """An empty index of sequences."""
         return CountedSuffixes(self.depth)
 
-    def best(self, index: CountedSuffixes, tokens: Sequence[int], most: int, branched: bool) -> Continuation:
-        """The best chain, or ``branched`` the best tree, of continuations of ``tokens`` by what ``index`` has counted."""
+    def best(self, index: CountedSuffixes, state: int, length: int, most: int, branched: bool) -> Continuation:
+        """The best chain, or ``branched`` the best tree, behind ``length`` tokens that are in ``state`` of ``index``."""
         grow = index.branched if branched else index.continued
-        return grow(tokens, most, self.factor, self.offset, _rounded(self.least))
+        return grow(state, length, most, self.factor, self.offset, _rounded(self.least))

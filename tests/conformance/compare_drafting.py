@@ -55,7 +55,9 @@ def suffixdecoding(params: Params, arrays: Arrays) -> None:
         for token in tokens[tokens >= 0].tolist():
             index.extend(token)
     for row, context in enumerate(arrays["in_contexts"]):
-        best = drafter.best(index, context[context >= 0].tolist(), most, params["tree"])
+        # all tokens are no match
+        found = index.match(context[context >= 0].tolist()[1:][-index.depth :])
+        best = drafter.best(index, *found, most, params["tree"])
         size = int((arrays["out_tokens"][row] >= 0).sum())
         theirs = arrays["out_tokens"][row, :size].tolist(), arrays["out_parents"][row, :size].tolist()
         chances = arrays["out_probs"][row, :size]

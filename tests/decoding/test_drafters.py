@@ -10,7 +10,7 @@ import pytest
 
 from mmaccel.decoding.automaton import Answers, SuffixAutomaton
 from mmaccel.decoding.drafters import DEFAULT, DRAFTERS, get_drafter
-from mmaccel.decoding.suffix_decoding import CountedSuffixes
+from mmaccel.decoding.suffix_decoding import CountedSuffixes, SuffixDecoding
 from mmaccel.decoding.token_recycling import TokenRecycling
 from mmaccel.decoding.tree import depths
 from mmaccel.errors import MmaccelError
@@ -155,7 +155,7 @@ def test_counts_and_ranks_are_those_of_a_suffix_tree(depth: int) -> None:
             start = dice.randrange(len(tokens) - 1)
             context = [dice.randrange(4)] + tokens[start : start + dice.randrange(1, 12)]
             factor = dice.choice((0.5, 1.0, 3.0))
-            made = suffixes.continued(context, 8, factor, 0.0, float(np.float32(0.1)))
+            made = suffixes.continued(*suffixes.match(context[1:][-depth:]), 8, factor, 0.0, float(np.float32(0.1)))
             drafted, score, matched = frequent(root, context, 8, factor)
             assert (made.tokens, made.matched, made.score) == (drafted, matched, score)
 
@@ -187,6 +187,26 @@ def test_earlier_answers_are_copied_from(name: str) -> None:
     assert kind(earlier=store).draft(mine, 3) == [90, 91, 92]  # type: ignore[call-arg]
 
 
+def test_places_in_answers_are_those_that_a_new_drafter_finds() -> None:
+    """Also where answers come, and go, while a row is written; texts that are longer and shorter than the depth."""
+    drafted = 0
+    for seed in range(12):
+        dice, text = random.Random(seed), sequence(seed + 500, 90, 3)
+        store = Answers(lambda: CountedSuffixes(8), most=160)
+        kept, end = SuffixDecoding(earlier=store, depth=8), 1
+        while end < len(text):
+            if dice.random() < 0.3:
+                start = dice.randrange(len(text) - 20)
+                store.remember(text[start : start + dice.randrange(20)] + sequence(end, 10, 3))
+            new = SuffixDecoding(earlier=store, depth=8)
+            branched, most = dice.random() < 0.5, dice.randrange(1, 9)
+            one, other = ((x.tree if branched else x.draft)(text[:end], most) for x in (kept, new))
+            assert one == other
+            drafted += len(one)
+            end += dice.randrange(1, 6)
+    assert drafted > 300
+
+
 def test_recycled_tokens_follow_what_was_likeliest_last() -> None:
     store = TokenRecycling.store()
     drafter = TokenRecycling(earlier=store)
@@ -214,7 +234,7 @@ def test_trees_of_suffixes_are_the_likeliest_paths() -> None:
             suffixes.extend(token)
         for end in range(5, 60, 3):
             context = tokens[end - 4 : end]
-            best = suffixes.branched(context, 8, 2.0, 0.0, float(np.float32(0.1)))
+            best = suffixes.branched(*suffixes.match(context[1:]), 8, 2.0, 0.0, float(np.float32(0.1)))
             scores = []
             for matched in range(1, len(context)):
                 if (node := behind(root, context[len(context) - matched :])) is None:

@@ -99,7 +99,7 @@ def reference(
 def test_a_head_drafts_as_in_the_loop_of_transformers(
     family: str, kind: str, window: int, eager: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In every block, behind accepted and rejected tokens, in rows that wait for each other; and answers stay the same."""
+    """In every block, behind accepted and rejected tokens, in rows that part; and answers stay the same."""
     tiny, feed, head = zoo.model(family, sliding_window=window), zoo.inputs(family, kind), zoo.head(family)
     bare = generate(tiny, feed)
     truth = [row[feed["input_ids"].shape[1] :].tolist() for row in bare]
@@ -122,7 +122,6 @@ def test_a_head_drafts_as_in_the_loop_of_transformers(
         assert torch.equal(generate(tiny, feed), bare)
         figures = tiny.mmaccel.stats().drafting["sources"]["head"]
     assert 5 < figures["accepted"] < figures["drafted"] and len(seen) > 5
-    assert kind == "image" or max(pending for _, pending, _, _ in seen) > 1
     pictures = [1] if kind == "image" else [1, 2]
     for answer, pending, drafts, number in seen:
         assert drafts == reference(tiny, head, of_row(feed, number, pictures), answer, pending, len(drafts))

@@ -13,7 +13,19 @@ from ...core.figures import tokens_a_verification
 from ...core.stats import Stats
 from ...decoding.base import Drafter
 from ...errors import first_line
-from .length import LEAST, LONGEST_PAUSE, PAUSE, TRIAL, Acceptance, Costs, Price, best_length, gain_of_tree
+from .length import (
+    LEAST,
+    LONGEST_PAUSE,
+    MEMORY,
+    PAUSE,
+    PRIOR,
+    TRIAL,
+    Acceptance,
+    Costs,
+    Price,
+    best_length,
+    gain_of_tree,
+)
 from .reader import UNFORGETTING, Reader
 from .rows import Chooser, Draft, Row
 
@@ -21,6 +33,8 @@ from .rows import Chooser, Draft, Row
 LONGEST = 16
 #: tokens of a draft that is made only to see whether it would have been right
 WATCHED = 4
+#: the most blocks until the next such draft, where drafts were wrong again and again
+LONGEST_LOOK_AWAY = 4
 
 
 class Source(Protocol):
@@ -58,18 +72,31 @@ class Copying:
     ) -> None:
         self.name, self.make, self.skipped, self.successors = name, make, skipped, successors
         self.drafters: list[Drafter] = []
-        self.prompts: list[list[int]] = []
+        #: of every row what drafters see of it, and how many of its tokens that are
+        self.texts: list[list[int]] = []
+        self.taken: list[int] = []
 
     def prepare(self, rows: Sequence[Row], chooser: Chooser) -> None:
         """See :class:`Source`."""
         self.drafters = [self.make() for _ in rows]
-        self.prompts = [[token for token in row.tokens[: row.prompt] if token not in self.skipped] for row in rows]
+        self.texts = [[token for token in row.tokens[: row.prompt] if token not in self.skipped] for row in rows]
+        self.taken = [row.prompt for row in rows]
+        for drafter, text in zip(self.drafters, self.texts, strict=True):
+            # reads the prompt
+            drafter.draft(text, 0)
+
+    def text(self, number: int, row: Row) -> list[int]:
+        """What the drafter of a row sees of it; a list that grows."""
+        text = self.texts[number]
+        text += row.tokens[self.taken[number] :]
+        self.taken[number] = len(row.tokens)
+        return text
 
     def draft(self, rows: Sequence[Row], most: Sequence[int]) -> list[Draft]:
         """See :class:`Source`."""
         return [
-            Draft(drafter.draft(prompt + row.answer, count)) if count else Draft()
-            for drafter, prompt, row, count in zip(self.drafters, self.prompts, rows, most, strict=True)
+            Draft(self.drafters[number].draft(self.text(number, row), count)) if count else Draft()
+            for number, (row, count) in enumerate(zip(rows, most, strict=True))
         ]
 
     def learn(self, read: Sequence[Sequence[int]], following: Sequence[Sequence[Sequence[int]]]) -> None:
@@ -89,14 +116,14 @@ class CopyingTrees(Copying):
         """See :class:`Source`."""
         if not self.chains.drafters:
             self.chains.prepare(rows, chooser)
-        self.drafters, self.prompts = self.chains.drafters, self.chains.prompts
+        self.drafters = self.chains.drafters
 
     def draft(self, rows: Sequence[Row], most: Sequence[int]) -> list[Draft]:
         """See :class:`Source`."""
         drafts = [Draft()] * len(rows)
         for number, (row, count) in enumerate(zip(rows, most, strict=True)):
             if count:
-                tree = self.drafters[number].tree(self.prompts[number] + row.answer, count)
+                tree = self.drafters[number].tree(self.chains.text(number, row), count)
                 drafts[number] = Draft(tree.tokens, parents=tree.parents)
         return drafts
 
@@ -120,6 +147,7 @@ class Drafting:
 
     sources : made behind the prompt, by :meth:`begin`.
     costs : seconds of forwards, which later calls of as many rows begin with.
+    known : acceptance by source, which later calls begin with.
     forbidden : ids that no draft may hold, such as placeholders of pictures.
     notes : what the numbers do not show, in words.
     """
@@ -135,6 +163,7 @@ class Drafting:
     longest: int = 0
     verify_seconds: float = 0.0
     costs: Costs = field(default_factory=Costs)
+    known: dict[str, float] = field(default_factory=dict)
     prices: dict[str, Price] = field(default_factory=dict)
     rates: list[dict[str, Acceptance]] = field(default_factory=list)
     #: sources that were asked for the forward that comes, and those that have read the prompt
@@ -142,6 +171,8 @@ class Drafting:
     prepared: set[str] = field(default_factory=set)
     #: drafts that are not verified, by row and source: where each begins, and the draft
     watched: dict[tuple[int, str], tuple[int, Draft]] = field(default_factory=dict)
+    #: by row and source: how many blocks are left until the next such draft, and how many there were
+    away: dict[tuple[int, str], tuple[int, int]] = field(default_factory=dict)
     #: of every row and token of its answer, who drafted it; empty for the model's own
     drafted_by: list[list[str]] = field(default_factory=list)
 
@@ -157,7 +188,7 @@ class Drafting:
             self.notes.append(f"drafts are off: {first_line(error)}")
         self.figures = {source.name: SourceFigures() for source in self.sources}
         self.prices = {source.name: Price() for source in self.sources}
-        self.rates = [{source.name: Acceptance() for source in self.sources} for _ in rows]
+        self.rates = [{one.name: Acceptance.of(self.known.get(one.name, PRIOR)) for one in self.sources} for _ in rows]
 
     def draft(self, rows: Sequence[Row], longest: int) -> list[Draft]:
         """Drafts of all rows; ``longest`` is the most tokens that a row may have."""
@@ -166,7 +197,9 @@ class Drafting:
         self.row_blocks += sum(not row.ended for row in rows)
         # the last token of an answer is the model's own
         room = [0 if row.ended else min(LONGEST, longest - len(row.tokens) - 1) for row in rows]
-        for source in sorted(self.sources, key=lambda one: -self._promise(one, rows)):
+        found = {source.name: self._best(source, rows, room) for source in self.sources}
+        promised = {name: max((gain for _, gain in best), default=1.0) for name, best in found.items()}
+        for source in sorted(self.sources, key=lambda one: -promised[one.name]):
             if source.nodes and not self.reader.trees:
                 continue
             price = self.prices[source.name]
@@ -174,8 +207,9 @@ class Drafting:
                 price.rests -= 1
                 continue
             most = [
-                0 if draft.tokens or space <= 0 else self._length(source, number, space)
-                for number, (draft, space) in enumerate(zip(drafts, room, strict=True))
+                # one that does not pay, and whose pause is over, is asked for a trial
+                0 if draft.tokens or space <= 0 else length or (0 if source.free else min(TRIAL, space))
+                for draft, space, (length, _) in zip(drafts, room, found[source.name], strict=True)
             ]
             if any(most):
                 for number, draft in enumerate(self._ask(source, rows, most)):
@@ -187,10 +221,14 @@ class Drafting:
 
     def _watch(self, source: Source, rows: Sequence[Row], wanted: Sequence[bool]) -> None:
         """Draft for rows that verify nothing of a source that is free, to see later whether it would have been right."""
-        missing = [
-            (source.nodes or WATCHED) if want and (number, source.name) not in self.watched else 0
-            for number, want in enumerate(wanted)
-        ]
+        missing = [0] * len(rows)
+        for number, want in enumerate(wanted):
+            if want and (key := (number, source.name)) not in self.watched:
+                left, before = self.away.get(key, (0, 0))
+                if left:
+                    self.away[key] = left - 1, before
+                else:
+                    missing[number] = source.nodes or WATCHED
         if any(missing):
             for number, draft in enumerate(self._ask(source, rows, missing)):
                 if draft.tokens:
@@ -204,6 +242,9 @@ class Drafting:
             more = bool(draft.following(right[-1] if right else -1))
             if len(right) < len(said) or not more:
                 self.rates[number][name].add(len(right), more)
+                _, before = self.away.get((number, name), (0, 0))
+                away = 0 if right else min(before + 1, LONGEST_LOOK_AWAY)
+                self.away[number, name] = away, away
                 del self.watched[number, name]
 
     def note(
@@ -230,6 +271,12 @@ class Drafting:
         self.tokens = sum(len(row.answer) for row in rows)
         self.longest = max(len(row.answer) for row in rows)
         self.drafted_by = [row.sources for row in rows]
+        for rates in self.rates:
+            for name, one in rates.items():
+                if one.measured:
+                    self.known[name] = MEMORY * self.known.get(name, one.rate) + (1 - MEMORY) * one.rate
+        if any(one.drafted for one in self.figures.values()) and (why := self.reader.together):
+            self.notes.append(f"tokens that some rows accept and others do not are read again: {why}")
 
     def learn(self, read: Sequence[Sequence[int]], logits: Tensor) -> None:
         """Show sources that learn from it what the model has read of every row, and its ``logits [B, n, V]`` behind that."""
@@ -245,23 +292,19 @@ class Drafting:
         self.notes.append(f"drafts of {source.name} are off: {first_line(error)}")
 
     # --- what pays ------------------------------------------------------------------------------------------------
-    def _length(self, source: Source, number: int, space: int) -> int:
-        """How many tokens a row asks a source for; one that does not pay, and whose pause is over, for a trial."""
-        length, _ = self._best(source, self.rates[number][source.name].rate, space)
-        return length or (0 if source.free else min(TRIAL, space))
-
-    def _promise(self, source: Source, rows: Sequence[Row]) -> float:
-        """By which factor a source is expected to speed up the row for which it does best."""
-        rates = [self.rates[number][source.name].rate for number, row in enumerate(rows) if not row.ended]
-        return max((self._best(source, rate, LONGEST)[1] for rate in rates), default=1.0)
-
-    def _best(self, source: Source, rate: float, most: int) -> tuple[int, float]:
-        """How many tokens of a source pay at an acceptance, and by which factor; of a tree all or none."""
-        price = self._seconds(source)
-        if not source.nodes:
-            return best_length(rate, price, self.costs, most)
-        gain = gain_of_tree(rate, price, self.costs, source.nodes, source.longest)
-        return (source.nodes, gain) if gain > LEAST else (0, 1.0)
+    def _best(self, source: Source, rows: Sequence[Row], room: Sequence[int]) -> list[tuple[int, float]]:
+        """Of every row: how many tokens of a source pay, of at most ``room``, and by which factor; of a tree all or none."""
+        price, best = self._seconds(source), list[tuple[int, float]]()
+        for number, (row, space) in enumerate(zip(rows, room, strict=True)):
+            rate = self.rates[number][source.name].rate
+            if row.ended or space <= 0:
+                best.append((0, 1.0))
+            elif not source.nodes:
+                best.append(best_length(rate, price, self.costs, space))
+            else:
+                gain = gain_of_tree(rate, price, self.costs, source.nodes, source.longest)
+                best.append((source.nodes, gain) if gain > LEAST else (0, 1.0))
+        return best
 
     def _seconds(self, source: Source) -> float:
         """Seconds a drafted token; before it was measured, a tenth of a forward."""

@@ -57,9 +57,11 @@ class HeadReader(Reader):
         states, read = inputs.states
         cache = verifier.cache
         held = cache.get_seq_length()
-        # the state of the newest token that was kept; behind it are those of rejected ones
-        newest = states.shape[1] - 1 - (read - held)
-        self.state = states[:, newest : newest + 1].to(head.device, head.dtype)
+        # the state of the newest token that every row has kept; behind it are those of rejected ones
+        newest = states.shape[1] - 1 - (read - held) - torch.tensor(verifier.late, device=states.device)
+        self.state = states[torch.arange(len(states), device=states.device), newest][:, None].to(
+            head.device, head.dtype
+        )
         self.embed = verifier.model.get_input_embeddings()
         mask = verifier.arguments.get("attention_mask")
         whole = torch.full((len(states), 1), held) if mask is None else mask[:, :held].sum(1, keepdim=True)

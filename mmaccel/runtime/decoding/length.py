@@ -13,6 +13,8 @@ HALF_LIFE = 8.0
 DECAY = 0.5 ** (1 / HALF_LIFE)
 #: acceptance before anything was measured, and the number of tested tokens that this guess weighs
 PRIOR, WEIGHT = 0.5, 2.0
+#: how much of what was known of a source stays known behind another answer
+MEMORY = 0.75
 #: share of a forward over one token that each further token adds, before anything was measured
 SLOPE = 0.03
 #: a source that does not pay is tried again after so many blocks, and after twice as many each time that it still does not, but
@@ -35,6 +37,13 @@ class Acceptance:
 
     right: float = PRIOR * WEIGHT
     tested: float = WEIGHT
+    #: whether anything was noted
+    measured: bool = False
+
+    @classmethod
+    def of(cls, rate: float) -> Acceptance:
+        """A guess."""
+        return cls(rate * WEIGHT, WEIGHT)
 
     @property
     def rate(self) -> float:
@@ -46,6 +55,7 @@ class Acceptance:
         tested."""
         self.right = self.right * DECAY + accepted
         self.tested = self.tested * DECAY + accepted + rejected
+        self.measured = True
 
 
 @dataclass
@@ -108,11 +118,15 @@ def best_length(acceptance: float, price: float, costs: Costs, most: int) -> tup
 
     ``price`` : seconds a drafted token.
     """
-    one, found, gain = costs.seconds(1), 0, 1.0
+    one, found, gain, before = costs.seconds(1), 0, 1.0, 0.0
     for length in range(1, most + 1):
         ratio = expected(acceptance, length) * one / (length * price + costs.seconds(length + 1))
         if ratio > max(gain, LEAST):
             found, gain = length, ratio
+        elif ratio < before:
+            # tokens grow ever less with the length, and costs evenly
+            break
+        before = ratio
     return found, gain
 
 

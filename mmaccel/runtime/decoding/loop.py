@@ -30,11 +30,13 @@ class Decoder:
     drafting : where drafts come from, how long they are, and the figures of the call.
     streamer : is given every committed token of a single row, ``[1]`` each.
     remember : is given the answers of all rows at the end.
+    kept : whether the caller has given a cache, and goes on with it.
     """
 
     drafting: Drafting
     streamer: Any = None
     remember: Callable[[Sequence[Sequence[int]]], None] | None = None
+    kept: bool = False
 
     def __call__(
         self,
@@ -56,7 +58,8 @@ class Decoder:
         _check(config)
         chooser = Chooser(logits_processor, config)
         ending = Ending(stopping_criteria, config, input_ids.device)
-        reader = Reader(model, input_ids, config, arguments)
+        kept = self.kept or bool(config.return_dict_in_generate)
+        reader = Reader(model, input_ids, config, arguments, kept=kept)
         wanted = config.return_dict_in_generate and (config.output_scores or config.output_logits)
         rows = [Row(ids, len(ids)) for ids in input_ids.tolist()]
         put = None if self.streamer is None else self.streamer.put
@@ -181,7 +184,7 @@ class Step:
         while going:
             nodes = [paths[number][-1] if paths[number] else -1 for number in going]
             here = logits[going, [first[number] + 1 + node for number, node in zip(going, nodes, strict=True)]]
-            texts = [row.tokens for row in self.rows]
+            texts = [row.tensor(logits.device)[0] for row in self.rows]
             scores = self.chooser.scores(texts, going, here, self.chooser.processors)
             tokens = self.chooser.choose(scores, [drafts[number] for number in going], nodes)
             right = []

@@ -19,6 +19,8 @@ from ...core.transformers_api import (
 from ...decoding.tree import ancestors, depths
 from ...kv.cache import snapshot, state_of
 
+#: arguments that say what kind every token is of
+_TYPES = "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"
 #: why a cache can have no drafts
 UNFORGETTING = "the cache has layers that cannot forget rejected tokens"
 
@@ -38,9 +40,10 @@ class Reader:
     """The cache of a model and what its next forward needs, as ``generate`` has prepared them.
 
     Where all layers keep keys of every token, rows may keep different numbers of tokens: slots of rejected ones stay, and are
-    masked. Elsewhere (windows, caches that a recipe has shaped, models that count positions by slots) all rows keep as many as
-    the one that keeps the fewest. With recurrent states, whose tokens cannot be taken out one by one, either all rows keep
-    everything that they have read or the cache goes back to where it was before.
+    masked. Windows are counted in slots: there the tokens of a row that keeps fewer move up to those of the others, and what is
+    left in front is masked. Elsewhere (see :attr:`together`) all rows keep as many as the one that keeps the fewest. With
+    recurrent states, whose tokens cannot be taken out one by one, either all rows keep everything that they have read or the
+    cache goes back to where it was before.
 
     Parameters
     ----------
@@ -49,17 +52,26 @@ class Reader:
     config : the generation config of the call.
     arguments : arguments of the model that ``generate`` has prepared; its cache must not be static.
     options : further arguments of every forward behind the prompt.
+    kept : whether the caller goes on with the cache.
     """
 
     def __init__(
-        self, model: Any, ids: Tensor, config: Any, arguments: dict[str, Any], options: dict[str, Any] | None = None
+        self,
+        model: Any,
+        ids: Tensor,
+        config: Any,
+        arguments: dict[str, Any],
+        options: dict[str, Any] | None = None,
+        kept: bool = False,
     ) -> None:
-        self.model, self.ids, self.config = model, ids, config
+        self.model, self.ids, self.config, self.kept = model, ids, config, kept
         self.arguments, self.options = dict(arguments), options or {}
         self.output: Any = None
         self.unkept = 0
         #: whether all layers keep keys of every token, and whether rows may keep different numbers of them
         self.dense = self.ragged = False
+        #: of every row, how many tokens of the last block it kept fewer than the row that kept most
+        self.late = [0] * len(ids)
         #: whether all of them are read under a mask of ours
         self._takes_mask = False
         #: whether a block may be a tree; known behind the first block
@@ -89,6 +101,17 @@ class Reader:
         layers = () if self.cache is None else self.cache.layers
         return bool(layers) and all(one.is_croppable or isinstance(one, LinearAttentionLayer) for one in layers)
 
+    @property
+    def together(self) -> str:
+        """Why all rows of a batch keep as many tokens as the one that keeps the fewest; empty if they do not."""
+        if self.ragged or self.recurrent or self.cache is None or len(self.ids) < 2:
+            return ""
+        if state_of(self.cache) is not None:
+            return "the recipe has shaped a cache whose rows grow together"
+        if any(type(layer) is _Window for layer in self.cache.layers) and self.kept:
+            return "the caller keeps a cache with windows, whose rows must end at the same slot"
+        return "the model or its cache counts the tokens of all rows as one number"
+
     def prefill(self) -> Tensor:
         """Read the prompt: logits ``[B, V]`` float32 of its last token."""
         self.output = self.model._prefill(self.ids, self.config, self.arguments)
@@ -97,7 +120,8 @@ class Reader:
         self.recurrent = self.cache is not None and bool(_recurrent(self.cache))
         plain = self.cache is not None and state_of(self.cache) is None
         self.dense = plain and all(type(layer) is DynamicLayer for layer in self.cache.layers)
-        self.ragged = self.dense and len(self.ids) > 1
+        windows = plain and not self.kept and all(type(one) in (DynamicLayer, _Window) for one in self.cache.layers)
+        self.ragged = (self.dense or windows) and len(self.ids) > 1
         self._takes_mask = self.dense and _masked(self.model)
         logits: Tensor = self.output.logits[:, -1].float()
         return logits
@@ -135,9 +159,12 @@ class Reader:
             most = 0
         if dropped := self.unkept - most:
             self.ids = self.ids[:, :-dropped]
-        self._forget(dropped)
         kept = [most if count is None or not self.ragged else count for count in counts]
-        if self.ragged:
+        self.late = [most - count for count in kept]
+        if self.ragged and not self.dense and any(self.late):
+            self._move_back(torch.tensor(self.late, device=self.ids.device))
+        self._forget(dropped)
+        if self.ragged and self.dense:
             self._mask(most, torch.tensor(kept, device=self.ids.device))
         self.unkept = 0
         return kept
@@ -185,6 +212,20 @@ class Reader:
                 at = order[:, None, :, None].to(x.device).expand(-1, x.shape[1], -1, x.shape[3])
                 x[:, :, -length:] = x[:, :, -length:].gather(2, at)
 
+    def _move_back(self, late: Tensor) -> None:
+        """Move all tokens of every row ``late [B]`` slots towards the end; what is in front of them is masked. Windows still
+        hold what they were given before the block, so that none of a row's tokens is missing."""
+        for layer in self.cache.layers:
+            layer.keys, layer.values = _later(layer.keys, late, 2), _later(layer.values, late, 2)
+        mask = self.arguments.get("attention_mask")
+        if mask is None:
+            mask = torch.ones(len(late), self.cache.get_seq_length(), dtype=torch.long, device=late.device)
+        front = torch.arange(mask.shape[1], device=late.device) < late[:, None]
+        self.arguments["attention_mask"] = _later(mask, late, 1).masked_fill(front, 0)
+        for name in ("position_ids", *_TYPES):
+            if isinstance(value := self.arguments.get(name), Tensor):
+                self.arguments[name] = _later(value, late, value.dim() - 1)
+
     def _longer(self, count: int) -> dict[str, Any]:
         """The arguments for ``count`` further tokens."""
         arguments: dict[str, Any] = self.model._update_model_kwargs_for_generation(
@@ -214,8 +255,7 @@ class Reader:
 
     def _cut(self, dropped: int) -> None:
         """Cut the last ``dropped`` tokens off the arguments."""
-        types = "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"
-        for name in ("attention_mask", "position_ids", *types):
+        for name in ("attention_mask", "position_ids", *_TYPES):
             value = self.arguments.get(name)
             if dropped and isinstance(value, Tensor):
                 self.arguments[name] = value[..., :-dropped]
@@ -248,3 +288,16 @@ def _masked(model: Any) -> bool:
 def _recurrent(cache: Any) -> list[Any]:
     """The layers of a cache that have recurrent states."""
     return [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+
+
+def _later(x: Tensor, late: Tensor, slots: int) -> Tensor:
+    """``x`` with every row moved ``late [B]`` slots towards the end of dimension ``slots``. Rows are dimension 0 of keys and
+    values, and else the one before the slots."""
+    rows = slots - 1 if slots == x.dim() - 1 else 0
+    shape = [1] * x.dim()
+    shape[rows], shape[slots] = len(late), x.shape[slots]
+    late = late.to(x.device)
+    at = (torch.arange(x.shape[slots], device=x.device) - late[:, None]).clamp(min=0).view(shape)
+    whole = list(x.shape)
+    whole[rows] = len(late)
+    return x.expand(whole).gather(slots, at.expand(whole))

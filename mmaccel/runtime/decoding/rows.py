@@ -86,8 +86,9 @@ class Chooser:
         #: those that a draft may be shown to, which may turn out otherwise
         self.drafting = LogitsProcessorList(one for one in processors if type(one) in known)
 
-    def scores(self, texts: Sequence[Sequence[int]], going: Sequence[int], logits: Tensor, processors: Any) -> Tensor:
-        """Logits of the rows ``going`` behind ``texts`` (of all rows): ``logits [len(going), V]`` as ``processors`` leave them.
+    def scores(self, texts: Sequence[Tensor], going: Sequence[int], logits: Tensor, processors: Any) -> Tensor:
+        """Logits of the rows ``going`` behind ``texts [L]`` (of all rows): ``logits [len(going), V]`` as ``processors`` leave
+        them.
 
         Processors may know how the prompt of every row is padded, so that each is shown all rows; but rows of a batch have
         different lengths here: those of one length are shown at a time, and copies of one of them in place of the others.
@@ -100,13 +101,16 @@ class Chooser:
             shown = [places[0]] * len(texts)
             for place in places:
                 shown[going[place]] = place
-            ids = torch.tensor([texts[going[place]] for place in shown], device=logits.device)
+            ids = torch.stack([texts[going[place]] for place in shown])
             scores[places] = processors(ids, logits[shown])[[going[place] for place in places]]
         return scores
 
     def propose(self, texts: Sequence[Sequence[int]], going: Sequence[int], logits: Tensor) -> Draft:
         """A drafted token of every row ``going``: the likeliest one, or where answers are sampled one that is drawn."""
-        scores = self.scores(texts, going, logits, self.drafting) if len(self.drafting) else logits
+        scores = logits
+        if len(self.drafting):
+            ids = [torch.tensor(text, device=logits.device) for text in texts]
+            scores = self.scores(ids, going, logits, self.drafting)
         if not self.sample:
             return Draft(scores.argmax(-1).tolist())
         probabilities = scores.softmax(-1)
@@ -185,10 +189,14 @@ class Row:
     ended: bool = False
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
+    _ids: Tensor | None = None
 
     def tensor(self, device: torch.device) -> Tensor:
-        """Ids ``[1, L]``."""
-        return torch.tensor([self.tokens], device=device)
+        """Ids ``[1, L]``. Of a long prompt a tensor is made once."""
+        known = 0 if self._ids is None else self._ids.shape[1]
+        new = torch.tensor([self.tokens[known:]], dtype=torch.long, device=device)
+        self._ids = new if self._ids is None else torch.cat([self._ids, new], 1)
+        return self._ids
 
     @property
     def answer(self) -> list[int]:
