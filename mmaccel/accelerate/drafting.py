@@ -6,9 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from os import PathLike
+from types import NoneType
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 from ..core.transformers_api import cache_in, cache_names
 from ..decoding.automaton import Store
@@ -63,6 +66,13 @@ class Drafts:
     """
 
     def __init__(self, lossless: bool, draft: Any, lookup: bool | str) -> None:
+        if not isinstance(lossless, bool):
+            raise MmaccelError(f"`lossless` must be True or False, got {lossless!r}; give one of them.")
+        if not isinstance(draft, (str, PathLike, list, tuple, Module, Loaded, NoneType)):
+            raise MmaccelError(
+                f"`draft` must be 'self', a model, its folder or hub id, or layers to skip, got {draft!r}; give one of them, or "
+                "leave it out."
+            )
         self.lossless, self.draft = lossless, Loaded.of(draft)
         if draft == SELF and not lossless:
             raise MmaccelError(

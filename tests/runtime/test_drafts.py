@@ -812,6 +812,10 @@ def test_calls_that_cannot_have_drafts_are_refused() -> None:
         accelerate_vlm(tiny, "divprune", lookup="lukup")
     with pytest.raises(MmaccelError, match="draft='self' needs lossless=True"):
         accelerate_vlm(tiny, "divprune", draft="self")
+    with pytest.raises(MmaccelError, match="`lossless` must be True or False, got 'yes'"):
+        accelerate_vlm(tiny, "divprune", lossless="yes")  # type: ignore[arg-type]
+    with pytest.raises(MmaccelError, match="`draft` must be .*, got 3.5"):
+        accelerate_vlm(tiny, "divprune", lossless=True, draft=3.5)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="is the model that it would draft for"):
         accelerate_vlm(tiny, "divprune", lossless=True, draft=tiny)
     with pytest.raises(UnsupportedError, match="of family qwen2_5_vl"):

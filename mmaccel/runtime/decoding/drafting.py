@@ -177,7 +177,7 @@ class Drafting:
     drafted_by: list[list[str]] = field(default_factory=list)
 
     def begin(self, rows: Sequence[Row], reader: Reader, chooser: Chooser) -> None:
-        """Make the sources; called when the model has read the prompt."""
+        """Make the sources, of which those that are free read the prompt; called when the model has read it."""
         self.chooser, self.reader = chooser, reader
         if not reader.can_forget:
             self.notes.append(f"drafts are off: {UNFORGETTING}; decoded one token at a time")
@@ -188,7 +188,10 @@ class Drafting:
             self.notes.append(f"drafts are off: {first_line(error)}")
         self.figures = {source.name: SourceFigures() for source in self.sources}
         self.prices = {source.name: Price() for source in self.sources}
-        self.rates = [{one.name: Acceptance.of(self.known.get(one.name, PRIOR)) for one in self.sources} for _ in rows]
+        known = {source.name: self.known.get(source.name, PRIOR) for source in self.sources}
+        self.rates = [{name: Acceptance.of(rate) for name, rate in known.items()} for _ in rows]
+        for source in [one for one in self.sources if one.free]:
+            self._ask(source, rows, [0] * len(rows))
 
     def draft(self, rows: Sequence[Row], longest: int) -> list[Draft]:
         """Drafts of all rows; ``longest`` is the most tokens that a row may have."""

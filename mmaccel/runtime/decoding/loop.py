@@ -64,9 +64,11 @@ class Decoder:
         rows = [Row(ids, len(ids)) for ids in input_ids.tolist()]
         put = None if self.streamer is None else self.streamer.put
         step = Step(reader, chooser, ending, rows, put, bool(wanted), drafting.learn, _filler(config))
-        step.commit(reader.prefill()[:, None], [Draft()] * len(rows))
-        if not all(row.ended for row in rows):
+        logits = reader.prefill()
+        if rows[0].prompt + 1 < ending.longest:
+            # before anything waits for the device, which is still busy with the prompt
             drafting.begin(rows, reader, chooser)
+        step.commit(logits[:, None], [Draft()] * len(rows))
         while not all(row.ended for row in rows):
             drafts = step.fitted(drafting.draft(rows, ending.longest))
             begin = time.perf_counter()
@@ -222,9 +224,10 @@ class Step:
 def _check(config: Any) -> None:
     """Raise for calls of ``generate`` that cannot have drafts."""
     if (mode := config.get_generation_mode(None).value) not in ("greedy_search", "sample"):
+        out = "give num_beams=1" if "beam" in mode else "leave it out"
         raise UnsupportedError(
-            f"Drafts are verified by greedy search and by sampling, and this call asks for {mode.replace('_', ' ')}; leave it "
-            "out (num_beams=1), or pass mmaccel=False."
+            f"Drafts are verified by greedy search and by sampling, and this call asks for {mode.replace('_', ' ')}; {out}, or "
+            "pass mmaccel=False."
         )
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
