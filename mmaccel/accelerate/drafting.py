@@ -70,8 +70,8 @@ class Drafts:
             raise MmaccelError(f"`lossless` must be True or False, got {lossless!r}; give one of them.")
         if not isinstance(draft, (str, PathLike, list, tuple, Module, Loaded, NoneType)):
             raise MmaccelError(
-                f"`draft` must be 'self', a model, its folder or hub id, or layers to skip, got {draft!r}; give one of them, or "
-                "leave it out."
+                f"`draft` must be 'self', a model, its folder or hub id, or layers to skip, got {draft!r}; give one of them, "
+                "or leave it out."
             )
         self.lossless, self.draft = lossless, Loaded.of(draft)
         if draft == SELF and not lossless:
