@@ -874,16 +874,22 @@ def test_lengths_follow_acceptance_and_costs() -> None:
 
 
 def test_a_draft_that_never_helps_is_asked_ever_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one call, where it is not even looked at behind every token, and in the calls behind it."""
     monkeypatch.setitem(drafters.DRAFTERS, "liar", Liar)
     monkeypatch.setattr(Liar, "plan", "noise")
     tiny, feed = zoo.model("llava"), zoo.inputs("llava")
     # a forward takes a second, however busy the machine is and however many tokens are verified: nothing favours drafts more
     add = Costs.add
     monkeypatch.setattr(Costs, "add", lambda self, tokens, seconds: add(self, tokens, 1.0))
+    draft, asked = Liar.draft, list[int]()
+    monkeypatch.setattr(Liar, "draft", lambda self, tokens, most: asked.append(most) or draft(self, tokens, most))
     with accelerated(tiny, "divprune", lossless=True, lookup="liar"):
         generate(tiny, feed, max_new_tokens=120)
-        drafting = tiny.mmaccel.stats().drafting
-    assert drafting["drafted"] < 20 and drafting["verifications"] > 100
+        first, looks = tiny.mmaccel.stats().drafting, len(asked)
+        generate(tiny, feed, max_new_tokens=120)
+        second = tiny.mmaccel.stats().drafting
+    assert 0 < first["drafted"] < 20 and first["verifications"] > 100 and 10 < looks < 50
+    assert second["drafted"] == 0 and second["verifications"] == 119
 
 
 def test_what_is_copied_is_verified_as_soon_as_it_would_have_been_right(monkeypatch: pytest.MonkeyPatch) -> None:
