@@ -36,6 +36,7 @@ from mmaccel import load
 from mmaccel.accelerate.tuned import fingerprint
 from mmaccel.cli.shared.measure import percent
 from mmaccel.cli.shared.text import put_between
+from mmaccel.core.files import write_whole
 from mmaccel.core.shipped_models import MODELS, located
 from mmaccel.errors import MmaccelError
 from mmaccel.programs.bench import provenance
@@ -65,6 +66,9 @@ KINDS = {
 FRAMES = {"clips": 16, "long-clips": 48}
 #: pixels along a side of pictures and frames, where these are not 112
 SIDES = {"pictures-deep": 160, "documents": 200, "pictures-smol": 200}
+
+#: the share of answers below which reading falls
+HOLDS = 0.95
 
 _BUDGETS = (0.25, 0.1)
 _POLICIES = ("snapkv", "look-m", "infinipot-v", "vl-cache", "tova", "h2o", "streaming-llm", "keydiff")
@@ -195,7 +199,8 @@ def titles(kind: str) -> list[str]:
     """The rows of a table, first what says most."""
     if kind in ("documents", "pictures-smol"):
         named = [f"{name}:{budget}" for budget in (0.25, 0.5, 0.1) for name in _ON_DOCUMENTS]
-        return ["none", "fp8", "think", *named, *_SHOWN_AGAIN]
+        own = [f"document:{budget}" for budget in (0.5, 0.25, 0.1)] if kind == "documents" else []
+        return ["none", *own, "fp8", "think", *named, *_SHOWN_AGAIN]
     own: tuple[str, ...] = _ON_CLIPS if kind in FRAMES else (*_ON_PICTURES, *_INSIDE, *_DRAFTED)
     if kind == "pictures-qwen":
         own = (*own, *_CROPPING)
@@ -336,6 +341,24 @@ def table(report: dict[str, Any]) -> str:
     return folded(lines, "\n\n".join([*said, f"{what}. {made}"]))
 
 
+def losses(report: dict[str, Any]) -> str:
+    """The largest budget at which ``document`` loses answers, as TOML for ``mmaccel/recipe``: its whole interval is below
+    :data:`HOLDS`. Beside it stands the next larger budget."""
+    rows = {float(title.partition(":")[2]): seen for title, seen in found(report) if title.startswith("document:")}
+    fallen = [budget for budget, seen in rows.items() if interval(sum(seen.kept), len(seen.kept))[1] < HOLDS]
+    parts = [
+        f"# Where `document` loses answers of {report['model']}. Made by `python benchmarks/answers.py documents --losses`."
+    ]
+    if fallen:
+        at = max(fallen)
+        told = f"document at {at:.0%} kept {rows[at].agreement:.0%} of {len(rows[at].kept)} answers of {report['model']} about "
+        told += "receipts, signs, notes, tables, charts and screens"
+        if more := [budget for budget in rows if budget > at]:
+            told += f", and {rows[min(more)].agreement:.0%} at {min(more):.0%}: give a larger budget"
+        parts.append(f'[[loss]]\nrecipe = "document"\nretain = {at}\nsentence = "{told}, or measure with mmaccel eval"')
+    return "\n\n".join(parts) + "\n"
+
+
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Of (cost, kept) those that nothing beats in both, from cheap to dear."""
     best, along = -1.0, []
@@ -404,6 +427,9 @@ def main() -> int:
         "--out", type=Path, required=True, metavar="FILE", help="JSON, written and read again; PNG beside it"
     )
     parser.add_argument("--update", type=Path, metavar="PAGE", help="write the table between the marks of this page")
+    parser.add_argument(
+        "--losses", type=Path, metavar="TOML", help="of documents: write where the recipe `document` loses answers"
+    )
     parser.add_argument("--show", action="store_true", help="no model: table and picture from the JSON")
     args = parser.parse_args()
     args.recipes = args.recipes or titles(args.kind)
@@ -429,6 +455,8 @@ def main() -> int:
     text = table(report)
     if args.update:
         put_between(args.update, args.out.stem, text)
+    if args.losses:
+        write_whole(args.losses, losses(report).encode())
     print(text)
     return 0
 

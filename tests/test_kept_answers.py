@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tomllib
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +110,30 @@ def test_recipes_are_compared_question_by_question():
     # 1 of 7 and 0 of 6: two tails of binomials by hand
     assert answers.sign_test(6, 1) == pytest.approx(2 * (1 + 7) / 2**7) and answers.sign_test(2, 2) == 1
     assert said == ["", "+6 -1, may be chance", f"+6 -0, p {2 / 2**6:.2g}", "", ""]
+
+
+def test_a_warning_names_the_largest_budget_at_which_documents_lose_answers():
+    def row(kept, asked):
+        counts = {"ttft": 1.0, "tokens": 1.0, "kv": 1.0}
+        return Measurement((True,) * kept + (False,) * (asked - kept), (0.0,) * asked, (0.0,) * asked, counts, counts)
+
+    rows = {
+        "document:0.5": row(60, 60),
+        "document:0.25": row(50, 60),
+        "document:0.1": row(30, 60),
+        "tova:0.4": row(1, 60),
+    }
+    report = {"model": "mini-smol", "rows": {title: measured.as_dict() for title, measured in rows.items()}}
+    (loss,) = tomllib.loads(answers.losses(report))["loss"]
+    assert (loss["recipe"], loss["retain"]) == ("document", 0.25)
+    assert loss["sentence"] == (
+        "document at 25% kept 83% of 60 answers of mini-smol about receipts, signs, notes, tables, charts and screens, and "
+        "100% at 50%: give a larger budget, or measure with mmaccel eval"
+    )
+    report["rows"]["document:0.25"] = rows["document:0.5"].as_dict()
+    assert tomllib.loads(answers.losses(report))["loss"][0]["retain"] == 0.1
+    report["rows"] = {"document:0.5": rows["document:0.5"].as_dict()}
+    assert "loss" not in tomllib.loads(answers.losses(report))
 
 
 def _question(number):

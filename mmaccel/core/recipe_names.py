@@ -36,6 +36,7 @@ RecipeName: TypeAlias = Literal[
     "dca",
     "distinct-frames",
     "divprune",
+    "document",
     "doublesparsity",
     "duoattention",
     "dycoke",

@@ -1,4 +1,5 @@
-"""Warnings about recipes that lost most answers of a real language model, read from ``losses.toml``."""
+"""Warnings about recipes that lost most answers of a real language model, and about ``document`` where it loses some; read from
+``losses.toml`` and ``losses-documents.toml``."""
 
 import tomllib
 from functools import cache
@@ -11,14 +12,15 @@ from .recipe import Recipe
 
 @cache
 def losses() -> tuple[tuple[Recipe, list[Method], str], ...]:
-    """Recipes at the largest budget at which they lost most answers, their methods, and a sentence with the figures."""
-    rows = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["loss"]
+    """Recipes at the largest budget at which they lost answers, their methods, and a sentence with the figures."""
+    files = (Path(__file__).with_name(f"{name}.toml") for name in ("losses", "losses-documents"))
+    rows = [row for file in files for row in tomllib.loads(file.read_text(encoding="utf-8")).get("loss", ())]
     found = [(get_recipe(row["recipe"], retain=row.get("retain")), row["sentence"]) for row in rows]
     return tuple((recipe, [method for _, method in recipe.build()], sentence) for recipe, sentence in found)
 
 
 def caution(recipe: Recipe) -> str | None:
-    """A sentence about a recipe that lost most answers at its budget or a larger one, also with further stages behind it. None
+    """A sentence about a recipe that lost answers at its budget or a larger one, also with further stages behind it. None
     for other options or another variant, and for budgets that are numbers of tokens."""
     built = [method for _, method in recipe.build()]
     for measured, methods, sentence in losses():

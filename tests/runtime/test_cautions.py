@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import answers
 import pages
 import pytest
 import zoo
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 READERS = [name for name in FAMILIES if families()[name].reads_pages]
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 CURVES, PAGES = RESULTS / "mini-llava-curves.json", RESULTS / "pages-cpu.json"
+DOCUMENTS = RESULTS / "answers-documents.json"
 
 
 def said(family: str, what: Any, **options: Any) -> list[str]:
@@ -85,6 +87,25 @@ def test_the_figures_are_measured() -> None:
 def test_losses_are_what_was_measured() -> None:
     shipped = Path(losses.__file__).with_suffix(".toml").read_text()
     assert shipped == pages.losses(json.loads(PAGES.read_text()))
+
+
+def test_losses_about_documents_are_what_was_measured() -> None:
+    shipped = Path(losses.__file__).with_name("losses-documents.toml").read_text()
+    assert shipped == answers.losses(json.loads(DOCUMENTS.read_text()))
+
+
+def test_document_warns_below_the_budget_at_which_it_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    loss = '[[loss]]\nrecipe = "document"\nretain = 0.25\nsentence = "too few"\n'
+    for name in ("losses", "losses-documents"):
+        (tmp_path / f"{name}.toml").write_text(loss if name == "losses-documents" else "")
+    monkeypatch.setattr(losses, "__file__", str(tmp_path / "losses.py"))
+    losses.losses.cache_clear()
+    try:
+        found = [losses.caution(get_recipe("document", retain=budget)) for budget in (0.1, 0.25, 0.3, 0.5)]
+        assert found == ["too few", "too few", None, None]
+        assert losses.caution(get_recipe("keydiff", retain=0.1)) is None  # the half of the recipe that keeps all bits
+    finally:
+        losses.losses.cache_clear()
 
 
 def right(title: str) -> tuple[int, int]:
