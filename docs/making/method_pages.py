@@ -233,7 +233,7 @@ def same_answers(name: str) -> str:
         found = record(source)
         for title, row in found["rows"].items():
             known, _, share = title.partition(":")
-            if known == name and ":" not in share:
+            if known == name and ":" not in share and "+" not in share:
                 same, asked = sum(row["kept"]), len(row["kept"])
                 share = budget(float(share) if share else None)
                 rows.append([about, found["model"], share, f"{same / asked:.1%}", str(asked)])
