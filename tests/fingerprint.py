@@ -254,6 +254,7 @@ PAGES: dict[str, tuple[Stage, ...]] = {
     "qserve": (Stage("qserve", None, {"page": 16}),),
     "zipcache": (Stage("zipcache-codec", None, {"page": 16}),),
     "gear": (Stage("gear", None, {"page": 16}),),
+    "nsnquant": (Stage("nsnquant", None, {"page": 16}),),
     "calibquant, text apart": (
         Stage("calibquant", None, {"page": 16}),
         Stage("fp8", None, {"page": 16, "text_only": True}),

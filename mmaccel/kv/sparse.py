@@ -29,6 +29,8 @@ class Candidates:
     valid : ``[B, 1 or Hkv, K]`` bool, as the others: which of these slots hold keys. visual : those of visual tokens.
     always : visual keys that every step reads. competing : the other visual keys.
     count : ``[B]`` long, how many visual keys are read of each row.
+    group : ``[B, 1 or Hkv, K]`` long, by slot the number of the picture, frame or row of a competing key; None if they are not
+        told apart.
     """
 
     order: Tensor
@@ -37,11 +39,20 @@ class Candidates:
     always: Tensor
     competing: Tensor
     count: Tensor
+    group: Tensor | None = None
 
     @staticmethod
-    def make(index: KeyIndex, visual: Tensor, count: Tensor, sinks: int = 0, recent: float = 0) -> Candidates:
+    def make(
+        index: KeyIndex,
+        visual: Tensor,
+        count: Tensor,
+        sinks: int = 0,
+        recent: float = 0,
+        cells: Tensor | None = None,
+    ) -> Candidates:
         """Candidates of an index whose first ``n`` places are visual where ``visual [B, n]`` bool says so; for ``sinks`` and
-        ``recent``, which are always read, see :class:`mmaccel.method.CacheOptions`."""
+        ``recent``, which are always read, see :class:`mmaccel.method.CacheOptions`. Places with the same ``cells [B, n, k]``
+        are a group."""
         known = index.by_head.long()
         order = known.argsort(dim=-1, stable=True)
         known = known.gather(2, order)
@@ -51,7 +62,17 @@ class Candidates:
         seen = visual[:, None].expand(-1, known.shape[1], -1).gather(2, within) & prompt
         newest = recent if isinstance(recent, int) else (prompt.sum(-1, keepdim=True) * recent + 0.5).long()
         always = seen & ((prompt.cumsum(-1) <= sinks) | (masks.suffix_sums(prompt) <= newest))
-        return Candidates(order, valid, seen, always, seen & ~always, count)
+        competing = seen & ~always
+        group = None
+        if cells is not None:
+            # numbers rise with places, so that other keys, and those without a cell (-1), are filled in from before
+            named = torch.zeros_like(known)
+            for axis in cells.long().unbind(-1):
+                named = named * (axis.amax() + 2) + axis[:, None].expand(-1, known.shape[1], -1).gather(2, within)
+            named = named.masked_fill(~competing, -1).cummax(-1).values
+            number = (named.diff(dim=-1, prepend=torch.full_like(named[..., :1], -1)) > 0).cumsum(-1) - 1
+            group = torch.zeros_like(order).scatter_(2, order, number.clamp(min=0))
+        return Candidates(order, valid, seen, always, competing, count, group)
 
     def slots(self, mask: Tensor, width: int) -> Tensor:
         """The slots where ``mask [B, 1 or Hkv, K]`` is true, ``[B, 1 or Hkv, width]`` int32, -1 for none."""
@@ -74,6 +95,7 @@ class Choices:
     everything : whether all are read.
     pages : ``[B, 1 or Hkv, P]`` long, the packed pages that are read as a whole, by their numbers within heads, -1 for none;
         None where keys are not chosen by packed pages. fewer : whether a step may read fewer of them than ``count``.
+    group, groups : see :class:`mmaccel.method.KeyUnits`.
     """
 
     index: weakref.ref[KeyIndex]
@@ -89,6 +111,8 @@ class Choices:
     each: int = 1
     pages: Tensor | None = None
     fewer: bool = False
+    group: Tensor | None = None
+    groups: int = 0
     _read: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -108,8 +132,12 @@ class Choices:
         left = (candidates.count[:, None] - candidates.always.sum(-1)).clamp(min=0)
         units = wanted(left, size)
         chooses = left < size if partial else units < (size + unit - 1) // unit
-        counts = torch.stack([size, others.sum(-1), units, chooses.long()]).flatten(1).cpu()
-        (most_competing, most_others, most, any_chooses), least = counts.amax(1).tolist(), counts.amin(1).tolist()
+        figures = [size, others.sum(-1), units, chooses.long(), _groups(candidates)]
+        counts = torch.stack(figures).flatten(1).cpu()
+        (most_competing, most_others, most, any_chooses, groups), least = (
+            counts.amax(1).tolist(),
+            counts.amin(1).tolist(),
+        )
         all_there = least[0] == most_competing and most_competing % unit == 0
         # to whole units
         rated = pad(candidates.slots(competing, most_competing), (0, -most_competing % unit), value=-1).unflatten(
@@ -126,6 +154,8 @@ class Choices:
             all_there,
             all_there and least[1:3] == [most_others, most],
             not any_chooses,
+            group=_group_of(candidates, rated),
+            groups=groups,
         )
 
     @staticmethod
@@ -147,8 +177,8 @@ class Choices:
         fit = left if most_keys is None else most_keys(left.clamp(min=0), every)
         units = torch.where(left >= every, size, torch.minimum((fit // page).clamp(min=1), size))
         chooses = units < size if most_keys is None else left.clamp(min=0) < every
-        counts = torch.stack([size, others.sum(-1), units, chooses.long()]).flatten(1).amax(1).tolist()
-        most_pages, most_others, most, any_chooses = counts
+        figures = [size, others.sum(-1), units, chooses.long(), _groups(candidates)]
+        most_pages, most_others, most, any_chooses, groups = torch.stack(figures).flatten(1).amax(1).tolist()
         number, held = masks.leftmost(whole, most_pages)
         number = number.masked_fill(~held, -1)
         # the slots of a page end where the next one begins
@@ -176,6 +206,8 @@ class Choices:
             each,
             number,
             most_keys is not None,
+            _group_of(candidates, rated),
+            groups,
         )
 
     def chosen(self, picked: Picked, total: int | None = None) -> ChosenKeys:
@@ -193,14 +225,27 @@ class Choices:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that is kept from step to step."""
-        held = (self.rated, self.always, self.gone, self.count, self.pages, *self._read.values())
+        held = (self.rated, self.always, self.gone, self.count, self.pages, self.group, *self._read.values())
         return [x for x in held if x is not None]
 
     def select(self, rows: Tensor) -> Choices:
         """Keep, repeat or reorder rows of the batch."""
         rows = rows.to(self.rated.device)
         held = {name: getattr(self, name)[rows] for name in ("rated", "always", "gone", "count")}
-        return replace(self, **held, pages=None if self.pages is None else self.pages[rows], _read={})
+        pages, group = (None if x is None else x[rows] for x in (self.pages, self.group))
+        return replace(self, **held, pages=pages, group=group, _read={})
+
+
+def _groups(candidates: Candidates) -> Tensor:
+    """``[B, 1 or Hkv]`` long, how many groups candidates have."""
+    group = candidates.group
+    return torch.zeros_like(candidates.competing.sum(-1)) if group is None else group.amax(-1) + 1
+
+
+def _group_of(candidates: Candidates, rated: Tensor) -> Tensor | None:
+    """``[B, 1 or Hkv, P]`` int32: the groups of the units ``rated [B, 1 or Hkv, P, unit]``, by their first keys."""
+    group = candidates.group
+    return None if group is None else group.gather(2, rated[..., 0].long().clamp(min=0)).int()
 
 
 @dataclass(frozen=True, eq=False)

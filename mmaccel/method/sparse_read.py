@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from mmaccel_kernels.best import best_units
@@ -12,6 +12,9 @@ from torch import Tensor
 from ..errors import MmaccelError
 from .keys import KeyBatch, Policy
 from .results import check_numbers, check_tensor, on_host
+
+#: visual keys that belong together: those of a picture or clip, of a frame, or of a row of its grid
+GroupsBy = Literal["picture", "frame", "row"]
 
 
 @dataclass(frozen=True)
@@ -22,12 +25,16 @@ class KeyUnits:
     there : ``[B, 1 or Hkv, P, page]`` bool; a short last page ends in False, and so do rows and heads that store fewer.
     scaling : the factor of ``q . k`` in attention.
     noted : what :meth:`ReadingPolicy.note_queries` returned for the last prompt; None where it is not called.
+    group : ``[B, 1 or Hkv, P]`` int32, the number of every unit's picture, frame or row, see :attr:`ReadingPolicy.groups_by`,
+        counted from 0 in each row and head; None where it does not ask. groups : how many there are at most.
     """
 
     keys: Tensor
     there: Tensor
     scaling: float
     noted: Tensor | None = None
+    group: Tensor | None = None
+    groups: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,11 @@ class ReadingPolicy(Policy):
     def noted(self) -> int:
         """Number of a prompt's last queries that :meth:`note_queries` sees; 0 if it is not to be called."""
         return 0
+
+    @property
+    def groups_by(self) -> GroupsBy | None:
+        """What :attr:`KeyUnits.group` tells apart; None if it is not needed."""
+        return None
 
     @property
     def summarises(self) -> bool:

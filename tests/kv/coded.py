@@ -13,6 +13,7 @@ from mmaccel.kv.codecs.calibquant import CalibQuant
 from mmaccel.kv.codecs.fp8 import FP8
 from mmaccel.kv.codecs.gear import GEAR
 from mmaccel.kv.codecs.kivi import KIVI
+from mmaccel.kv.codecs.nsnquant import NSNQuant
 from mmaccel.kv.codecs.qserve import QServe
 from mmaccel.kv.codecs.think import ThinK
 from mmaccel.kv.codecs.turboquant import TurboQuant
@@ -48,6 +49,9 @@ SMALL = (
     GEAR(page=32, bits=2, rank=2, sparsity=0.2, group=16, residual=8),
     GEAR(page=32, bits=8, rank=0),
     GEAR(page=48, sparsity=0),
+    NSNQuant(page=32),
+    NSNQuant(page=16, bits=1, residual=8),
+    NSNQuant(page=48, bits=4, seed=3),
 )
 #: codecs that tell kinds of tokens apart
 SEVERAL = (

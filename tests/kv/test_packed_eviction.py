@@ -34,12 +34,14 @@ CODECS = {
     "qserve": Stage("qserve", None, {"page": 16}),
     "zipcache": Stage("zipcache-codec", None, {"page": 16}),
     "gear": Stage("gear", None, {"page": 16}),
+    "nsnquant": Stage("nsnquant", None, {"page": 16}),
 }
 #: every kind of schedule, and every codec
 # checked by test_every_codec_is_beside_a_schedule
 PACKED = {
     "h2o": "kivi",
     "h2o-text": "fp8",
+    "h2o-whole": "nsnquant",
     "h2o-visual": "kivi-visual",
     "every-3": "vidkv",
     "streaming-llm": "kivi",

@@ -684,6 +684,30 @@ def test_clusters_are_of_like_keys() -> None:
             get_method("squeezed-attention")(**{option: 0})
 
 
+@pytest.mark.parametrize("by", ("picture", "frame", "row"))
+def test_rows_and_frames_are_read_as_sentences(by: str) -> None:
+    """Group by group in falling order of the product with their mean key, the last one as far as the budget goes."""
+    policy = get_method("sentencekv")(group=by)
+    keys, query = step_of(policy)
+    got, cut = chosen(policy, shown(policy, keys), query), 0
+    assert keys.picture is not None and keys.cells is not None
+    for row in range(2):
+        at = keys.visual[row].nonzero()[:, 0].tolist()
+        named = [(int(keys.picture[row, n]), *keys.cells[row, n].tolist()) for n in at]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for n, name in zip(at, named, strict=True):
+            groups.setdefault(name[: {"picture": 1, "frame": 2, "row": 3}[by]], []).append(n)
+        for head in range(2):
+            of = keys.keys[row, head]
+            asked = query[row, 2 * head : 2 * head + 2, 0]
+            best = sorted(groups.values(), key=lambda mine: -float((asked @ of[mine].mean(0)).max()))
+            wanted = [n for mine in best for n in mine][:10]
+            read = got[row, min(head, got.shape[1] - 1)] & keys.visual[row]
+            assert read.nonzero()[:, 0].tolist() == sorted(wanted)
+            cut += any(0 < len(set(mine) & set(wanted)) < len(mine) for mine in best)
+    assert cut, "no group is read in part"
+
+
 @pytest.mark.parametrize("name", [name for name in POLICIES if get_method(name)().summarises])
 def test_layers_are_looked_at_together_as_each_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     feed, made = zoo.inputs("llava", "uneven"), []
@@ -735,6 +759,7 @@ LAUNCHES = {
     "lserve": 20,
     "mpcache": 4,
     "recycled-attention": 17,
+    "sentencekv": 6,
     "shadowkv": 13,
     "triforce": 1,
 }

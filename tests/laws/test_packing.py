@@ -36,6 +36,7 @@ CODECS: dict[str, Recipe] = {
     "qserve": recipe_of("qserve", page=16),
     "zipcache-codec": recipe_of("zipcache-codec", page=16),
     "gear": recipe_of("gear", page=16),
+    "nsnquant": recipe_of("nsnquant", page=16, bits=4),
     "text apart": Recipe(
         "apart", (Stage("calibquant", None, {"page": 16}), Stage("fp8", None, {"page": 16, "text_only": True}))
     ),

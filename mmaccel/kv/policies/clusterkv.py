@@ -66,7 +66,12 @@ class ClusterKV(ReadingPolicy):
         return centres, absent
 
     def rate(self, step: ReadStep) -> Tensor:
-        """``[B, Hkv, P]`` float32: the product of the query and the centroid of every key."""
-        centroids, labels = step.summary["centroids"], step.summary["labels"].long()
-        products = agree(by_kv_head(step.query.float(), labels.shape[1]) @ centroids.mT, "max")
-        return products.gather(2, labels)
+        return by_centroid(step)
+
+
+def by_centroid(step: ReadStep) -> Tensor:
+    """``[B, Hkv, P]`` float32: the product of the query and the centroid of every key, by ``labels [B, Hkv, P]`` and
+    ``centroids [B, Hkv, C, D]`` of the summary."""
+    centroids, labels = step.summary["centroids"], step.summary["labels"].long()
+    products = agree(by_kv_head(step.query.float(), labels.shape[1]) @ centroids.mT, "max")
+    return products.gather(2, labels)

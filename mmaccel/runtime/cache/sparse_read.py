@@ -28,6 +28,8 @@ from ...method.results import check_rows, check_slots, check_tensor, check_type,
 
 #: entries of keys that are looked at together at the end of a prompt: layers of a short one at once, of a long one alone
 TOGETHER = 1 << 24
+#: columns of a table of places that tell groups of visual keys apart
+_AXES = {"picture": 1, "frame": 2, "row": 3}
 
 
 def note_prompt(shared: Shared, table: Tensor, count: Tensor, text_rows: Tensor | None = None) -> None:
@@ -403,7 +405,10 @@ def _looked_at(
         assert table is not None
         visual, count = (x.to(layer.keys.device) for x in (table[..., 0] >= 0, memory.count))
         wanted = functools.partial(_wanted, policy)
-        candidates = Candidates.make(layer.index, visual, count, policy.sinks, policy.recent)
+        cells = None
+        if policy.groups_by is not None:
+            cells = table[..., : _AXES[policy.groups_by]].to(layer.keys.device)
+        candidates = Candidates.make(layer.index, visual, count, policy.sinks, policy.recent, cells)
         if policy.summarises and (pages := layer.packed.only) is not None:
             most = wanted if policy.partial else None
             choices = Choices.of_pages(layer.index, candidates, policy.unit, pages, layer.width, most)
@@ -416,7 +421,9 @@ def _looked_at(
     real = (choices.rated >= 0).repeat(number, 1, 1, 1)
     noted = [memory.noted[layer.number] for layer in layers if layer.number in memory.noted]
     shown = torch.cat(units) if number > 1 else units[0]
-    summary = policy.summarise(KeyUnits(shown, real, scaling, torch.cat(noted) if noted else None))
+    group = None if choices.group is None else choices.group.repeat(number, 1, 1)
+    asked = torch.cat(noted) if noted else None
+    summary = policy.summarise(KeyUnits(shown, real, scaling, asked, group, choices.groups))
     for name, x in check_type(policy, "summarise()", summary, dict).items():
         check_rows(policy, f"summarise() ({name!r})", x, len(real), real)
     parts = {name: x.chunk(number) for name, x in summary.items()}
