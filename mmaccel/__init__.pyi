@@ -51,6 +51,7 @@ from .kv.codecs.calibquant import CalibQuant as CalibQuant
 from .kv.codecs.fp8 import FP8 as FP8
 from .kv.codecs.gear import GEAR as GEAR
 from .kv.codecs.kivi import KIVI as KIVI
+from .kv.codecs.nsnquant import NSNQuant as NSNQuant
 from .kv.codecs.qserve import QServe as QServe
 from .kv.codecs.think import ThinK as ThinK
 from .kv.codecs.turboquant import TurboQuant as TurboQuant
@@ -99,6 +100,7 @@ from .kv.policies.razorattention import RazorAttention as RazorAttention
 from .kv.policies.recycled_attention import RecycledAttention as RecycledAttention
 from .kv.policies.rekv import ReKV as ReKV
 from .kv.policies.rpc import RPC as RPC
+from .kv.policies.sentencekv import SentenceKV as SentenceKV
 from .kv.policies.sepllm import SepLLM as SepLLM
 from .kv.policies.shadowkv import ShadowKV as ShadowKV
 from .kv.policies.sirllm import SirLLM as SirLLM
