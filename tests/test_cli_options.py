@@ -351,6 +351,13 @@ def test_a_method_is_described_with_its_options(capsys: pytest.CaptureFixture[st
             assert one["families"] and one["about"] and "`" not in one["about"], name
     assert main(["methods", "balanced"]) == 0
     assert "spacetime" in capsys.readouterr().out
+    # as papers write them
+    for name, known in (
+        ("HiRED", "hired"),
+        ("Squeezed Attention", "squeezed-attention"),
+        ("PruMerge+", "prumerge-plus"),
+    ):
+        assert describe(name) == describe(known)
 
 
 @pytest.mark.parametrize(

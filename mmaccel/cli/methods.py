@@ -89,11 +89,13 @@ def run(
 
 
 def describe(name: str) -> dict[str, Any]:
-    """A method, or else a recipe, as plain data. Raises MmaccelError if there is none of that name; the
-    nearest ones are named."""
+    """A method, or else a recipe, as plain data, also by the name as its paper spells it. Raises MmaccelError if there is none
+    of that name; the nearest ones are named."""
+    from ..method.nearest import spelled
     from ..method.registry import methods
-    from ..recipe import get_recipe
+    from ..recipe import get_recipe, recipes
 
+    name = spelled(name, [*methods(), *recipes()])
     if (cls := methods().get(name)) is not None:
         return _describe(cls) | {
             "about": _about(cls),

@@ -3,8 +3,8 @@
 Spelling is compared without case, hyphens and spaces, and with ``+`` as ``plus``. What a name does is known in three ways, of
 which the first that applies is taken:
 
-1. it is a system of the field without a recipe of its name: ``systems.toml`` says where it is in mmaccel, or why it is not
-   here, and which recipes are nearest to it;
+1. it is a system of the field without a recipe of its name, or one of several in a row of them: ``systems.toml`` says where it
+   is in mmaccel, or why it is not here, and which recipes are nearest to it;
 2. it is almost a known name: the ones that share most words with that one's sites and summary, rare words counting more;
 3. its own words (``4-bit-keys``, ``attention_sinks``): the ones whose names, sites and summaries share most of them.
 """
@@ -22,6 +22,8 @@ from typing import Any
 
 #: of each kind of suggestion, at most
 _MOST = 3
+#: what stands between the names of a row of systems
+_SEVERAL = re.compile(r"[,/()=]|\bas\b|\bgroup\b|\.\.\.")
 #: ratio of two spellings from which on one is taken for a slip of the other
 _SLIP = 0.8
 #: letters of a word that count: ``merge``, ``merged`` and ``merging`` are the same
@@ -47,9 +49,7 @@ def suggest(name: str, known: Mapping[str, str]) -> str:
     known : what each known name does, in a few words; its summary and its sites.
     """
     plain = {_plain(one): one for one in known}
-    system = (
-        {} if _plain(name) in plain else next((one for one in systems() if _plain(one["name"]) == _plain(name)), {})
-    )
+    system = {} if _plain(name) in plain else _system(_plain(name))
     paper = [one for one in system.get("near", ()) if one in known]
     if system:
         place = f"It is {system['here']}." if "here" in system else f"Not here: {system['why']}."
@@ -70,11 +70,25 @@ def suggest(name: str, known: Mapping[str, str]) -> str:
     return " ".join(parts)
 
 
+def spelled(name: str, known: Iterable[str]) -> str:
+    """The known name that a name is but for case, hyphens and spaces, such as ``snapkv`` for ``SnapKV``; else the name itself."""
+    known = list(known)
+    return name if name in known else next((one for one in known if _plain(one) == _plain(name)), name)
+
+
 def systems() -> list[dict[str, Any]]:
     """Systems of the field: ``name``, ``group``, and in half a sentence ``what`` it is, ``here`` where it is in mmaccel, or
     else ``why`` it is not; ``near`` are the recipes that do most nearly the same, nearest first."""
     listed: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("systems.toml").read_text("utf-8"))["system"]
     return listed
+
+
+def _system(plain: str) -> Mapping[str, Any]:
+    """The system with a :func:`_plain` name, or else one that has it among several (``Medusa, Clover``) or beside its own
+    (``CRITIC (PORAG)``); empty if there is none."""
+    named = [([_plain(one["name"]), *map(_plain, _SEVERAL.split(one["name"]))], one) for one in systems()]
+    of = [(names.index(plain) > 0, one) for names, one in named if plain and plain in names]
+    return min(of, key=lambda found: found[0])[1] if of else {}
 
 
 def _alike(text: str, known: Mapping[str, str], without: Iterable[str]) -> list[str]:
