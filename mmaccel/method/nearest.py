@@ -71,7 +71,7 @@ def suggest(name: str, known: Mapping[str, str]) -> str:
 
 
 def spelled(name: str, known: Iterable[str]) -> str:
-    """The known name that a name is but for case, hyphens and spaces, such as ``snapkv`` for ``SnapKV``; else the name itself."""
+    """The known name that is this one but for case, hyphens and spaces (``SnapKV``: ``snapkv``); else the name itself."""
     known = list(known)
     return name if name in known else next((one for one in known if _plain(one) == _plain(name)), name)
 
