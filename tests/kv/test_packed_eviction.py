@@ -41,7 +41,7 @@ CODECS = {
 PACKED = {
     "h2o": "kivi",
     "h2o-text": "fp8",
-    "h2o-whole": "nsnquant",
+    "windowkv": "nsnquant",
     "h2o-visual": "kivi-visual",
     "every-3": "vidkv",
     "streaming-llm": "kivi",
