@@ -224,6 +224,8 @@ def test_the_guide_reads_a_page(capsys: pytest.CaptureFixture[str]) -> None:
 @real
 def test_the_folder_is_that_of_the_package() -> None:
     about = json.loads((smollm2.folder() / "config.json").read_text(encoding="utf-8"))
+    words = json.loads((smollm2.folder() / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert {words["eos_token"], words["pad_token"]} == {"<|im_end|>"} and words["bos_token"] == "<|im_start|>"
     assert about["num_hidden_layers"] == 30 and about["vocab_size"] == 49152 and "quantization_config" not in about
     assert digests("smol-pages") == {"file SmolLM2-135M-Instruct.Q4_1.gguf": smollm2.SHA256}
 

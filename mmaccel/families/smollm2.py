@@ -110,6 +110,8 @@ def _convert(path: Path, made: Path) -> None:
         state = {name: weight.clone() for name, weight in read.state_dict().items()}
         plain: Any = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=torch.float32)
         plain.save_pretrained(made)
+        # transformers 5.17 takes the end of a text from its start, and has no padding
+        tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
         tokenizer.chat_template = CHAT_TEMPLATE
         tokenizer.padding_side = "left"
         tokenizer.save_pretrained(made)
