@@ -83,8 +83,8 @@ def plain_loss(model: Any, texts: Sequence[torch.Tensor]) -> float:
     """Mean loss of the next token over texts, int64 ``[length]`` each."""
     total, count = 0.0, 0
     for ids in texts:
-        logits = model(input_ids=ids[None]).logits[0, :-1].float()
-        total += torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum").item()
+        logits = model(input_ids=ids[None].to(model.device)).logits[0, :-1].float()
+        total += torch.nn.functional.cross_entropy(logits, ids[1:].to(model.device), reduction="sum").item()
         count += len(ids) - 1
     return total / count
 
@@ -114,7 +114,7 @@ def attention(model: Any, processor: Any, questions: Sequence[Question]) -> dict
     model.model.language_model.set_attn_implementation("eager")
     first, visual = [], []
     for question in tqdm(questions, unit="question"):
-        inputs = encode(processor, [question.load()])
+        inputs = encode(processor, [question.load()]).to(model.device, model.dtype)
         given = model(**inputs, output_attentions=True).attentions
         last = torch.stack([layer[0, :, -1].float().mean(0) for layer in given])
         first.append(last[:, 0])
