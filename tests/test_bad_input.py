@@ -231,8 +231,8 @@ def test_a_family_of_that_kind_comes_before_the_refusal(monkeypatch: pytest.Monk
             "lfm2: it has layers of conv.",
         ),
         (
-            {"model_type": "deepseek_v3", "n_routed_experts": 8, "num_key_value_heads": 4, "first_k_dense_replace": 1},
-            "deepseek_v3: the cache holds latents, of which every layer makes keys and values anew at each step.",
+            {"model_type": "deepseek_v2", "n_routed_experts": 8, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+            "deepseek_v2: its cache holds latents, of a kind that is not known here.",
         ),
     ],
 )

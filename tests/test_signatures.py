@@ -257,6 +257,10 @@ FEATURES = {
     "qianfan_ocr": ["pixel_values"],
     "exaone4_5": ["pixel_values", "image_grid_thw"],
     "hyperclovax_vision_v2": ["pixel_values", "image_grid_thw"],
+    "apertus1p5": ["pixel_values", "image_sizes"],
+    "cohere_compass": ["pixel_values", "image_grid_thw"],
+    "kimi_k25": ["pixel_values", "image_grid_thw"],
+    "step3p7": ["pixel_values", "pixel_values_local", "num_local_patches"],
     "llava_next": ["pixel_values", "image_sizes"],
     "llava_onevision": ["pixel_values", "image_sizes", "batch_num_images", "vision_aspect_ratio"],
     "llava_next_video": ["pixel_values", "image_sizes"],
@@ -340,7 +344,7 @@ def test_the_door(family: str) -> None:
     for args, kwargs in inner:
         ids = args[0] if args else kwargs["input_ids"]
         assert isinstance(ids, Tensor) and CACHE in kwargs
-    if family.startswith(("qwen3_vl", "qwen3_omni", "cosmos3_omni", "granite_docling")):
+    if family.startswith(("qwen3_vl", "qwen3_omni", "cosmos3_omni", "cohere_compass", "granite_docling")):
         first, second = (kwargs for _, kwargs in door)
         assert first["visual_pos_masks"].shape == (2, length) and len(first["deepstack_visual_embeds"]) == 3
         assert second.get("visual_pos_masks") is None and second.get("deepstack_visual_embeds") is None

@@ -134,7 +134,7 @@ def _text(model_type: str, overrides: dict[str, Any], vocabulary: int, **family_
     if overrides.get("sliding_window") is not None:
         if model_type == "llama":
             model_type = "mistral"
-        elif model_type == "cohere2":
+        elif model_type in ("cohere2", "cohere_compass_text", "step3p5"):
             pass
         elif model_type in ("exaone4", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "lfm3"):
             pass
@@ -231,6 +231,24 @@ def _qwen(
         )
 
     return build
+
+
+def _cohere_compass(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    """Two layers with windows and RoPE, one without windows that has another, and one more; without RoPE in them on request."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    rope = {
+        "sliding_attention": _mrope(mrope_interleaved=True),
+        "full_attention": _mrope(mrope_interleaved=True, rope_theta=500.0),
+    }
+    values = {"layer_types": kinds, "sliding_window": 4096, "rope_parameters": rope, "logit_scale": 0.5, **overrides}
+    words = _text("cohere_compass_text", values, vocabulary)
+    common = {"depth": 4, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    return transformers.CohereCompassConfig(
+        vision_config={**common, **QWEN3_TOWER},
+        text_config=words.to_dict(),
+        tie_word_embeddings=False,
+        **{f"{name}_id": token for name, token in _ids("cohere_compass").items()},
+    )
 
 
 def _cosmos3_edge(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
@@ -767,6 +785,75 @@ def _molmo2(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
     )
 
 
+def _step3p7(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    """Layers with windows have more query heads than the others, which turn half of each head; half have experts."""
+    kinds = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    rope = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    }
+    experts = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "share_expert_dim": 32}
+    words = _text(
+        "step3p5",
+        {"sliding_window": 4096, **overrides},
+        vocabulary,
+        head_dim=16,
+        layer_types=kinds,
+        mlp_layer_types=["dense", "dense", "sparse", "sparse"],
+        num_sliding_attention_heads=6,
+        rope_parameters=rope,
+        **experts,
+    )
+    return transformers.Step3p7Config(
+        vision_config=_tower("step3p5_vision", 64, 4).to_dict(),
+        text_config=words,
+        image_token_id=_ids("step3p7")["image_token"],
+        tie_word_embeddings=False,
+    )
+
+
+def _apertus1p5(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    """A tokenizer that halves a picture three times and knows twelve codes, so that some are equal; sounds are not shown."""
+    codes, first = 12, vocabulary
+    tower = {"codebook_size": codes, "embed_dim": 8, "latent_channels": 8, "base_channels": 32, "num_res_blocks": 1}
+    tower |= {"channel_multiplier": (1, 1, 1, 1), "attn_resolutions": (8,), "resolution": 64}
+    ears = {"num_filters": 2, "hidden_size": 8, "codebook_dim": 8, "codebook_size": 4, "num_lstm_layers": 1}
+    marks, rope = _ids("apertus1p5"), {"rope_type": "default", "rope_theta": 10000.0}
+    return transformers.Apertus1p5Config(
+        vision_config=tower,
+        audio_config={"model_type": "wavtokenizer_encoder", **ears},
+        text_config=_text(
+            "apertus1p5_text",
+            {"rope_parameters": rope, **overrides},
+            vocabulary + codes + 4,
+            output_vocab_size=vocabulary,
+        ).to_dict(),
+        image_token_id=marks["image_token"],
+        audio_token_id=marks["audio_token"],
+        image_token_offset=first,
+        audio_token_offset=first + codes,
+    )
+
+
+#: widths of a head of latents: without RoPE and with it, and of values; the latent itself is wider
+LATENT = {"kv_lora_rank": 24, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+
+
+def _kimi_k25(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    """Experts in all layers but the first."""
+    experts = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
+    experts |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
+    words = _text("deepseek_v3", overrides, vocabulary, num_key_value_heads=4, **experts, **LATENT)
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    return transformers.Kimi_K25Config(
+        vision_config={**tower, "patch_size": 8, "pos_emb_height": 8, "pos_emb_width": 8},
+        text_config=words,
+        projection_hidden_size=32,
+        tie_word_embeddings=False,
+        **{f"{name}_id": token for name, token in _ids("kimi_k25").items()},
+    )
+
+
 # --------------------------------------------------------------------------------------------------------- processors
 
 
@@ -1190,6 +1277,19 @@ _TABLE: dict[str, Family] = {
         video="<|video_pad|>",
         **QWEN_MEDIA,
     ),
+    "cohere_compass": Family(
+        config=_cohere_compass,
+        processor=_qwen_pixels("cohere_compass", "CohereCompassProcessor", "CohereCompassVideoProcessor", 131072),
+        tokens={
+            "image_token": "<|IMAGE_PAD|>",
+            "video_token": "<|VIDEO_PAD|>",
+            "vision_start_token": "<|VISION_START|>",
+            "vision_end_token": "<|VISION_END|>",
+        },
+        image="<|VISION_START|><|IMAGE_PAD|><|VISION_END|>",
+        video="<|VIDEO_PAD|>",
+        **QWEN_MEDIA,
+    ),
     "qwen3_vl_moe": Family(
         config=_qwen(
             "qwen3_vl_moe",
@@ -1599,6 +1699,66 @@ _TABLE: dict[str, Family] = {
         tokens=IMAGE_TOKEN,
         image="<image>\n",
     ),
+    "step3p7": Family(
+        config=_step3p7,
+        processor=_real(
+            "step3p7",
+            "Step3p7Processor",
+            image_processor=_part(
+                "Step3p7ImageProcessor", size=_square(64), patch_size=48, vision_patch_size=4, max_image_size=192
+            ),
+        ),
+        tokens={"image_token": "<im_patch>"},
+        extra_tokens=("<im_start>", "<im_end>", "<patch_start>", "<patch_end>", "<patch_newline>"),
+        image="<im_patch>",
+        # two tiles, and none
+        sizes=((96, 40), (60, 50)),
+    ),
+    "apertus1p5": Family(
+        config=_apertus1p5,
+        processor=_real(
+            "apertus1p5",
+            "Apertus1p5Processor",
+            image_processor=_part(
+                "Apertus1p5ImageProcessor", size={"min_pixels": 1024, "max_pixels": 4096}, spatial_factor=8
+            ),
+            feature_extractor=_part("WavTokenizerFeatureExtractor"),
+        ),
+        tokens={
+            "image_token": "<|image|>",
+            "audio_token": "<|audio|>",
+            "boi_token": "<|img_start|>",
+            "eoi_token": "<|img_end|>",
+            "image_wrapper_token": "<|img_token_start|>",
+            "eol_token": "<|img_end_of_row|>",
+            "boa_token": "<|audio_start|>",
+            "eoa_token": "<|audio_end|>",
+        },
+        image="<|image|>",
+    ),
+    "kimi_k25": Family(
+        config=_kimi_k25,
+        processor=_real(
+            "kimi_k25",
+            "Kimi_K25Processor",
+            image_processor=_part(
+                "Kimi_K25ImageProcessor", size={"max_height": 64, "max_width": 64}, max_patches=64, patch_size=8
+            ),
+            video_processor=_part(
+                "Kimi_K25VideoProcessor",
+                size={"max_height": 64, "max_width": 64},
+                max_patches=64,
+                patch_size=8,
+                temporal_patch_size=2,
+                do_sample_frames=False,
+            ),
+        ),
+        tokens={"image_token": "<|media_pad|>", "video_token": "<|kimi_k25_video_placeholder|>"},
+        extra_tokens=("<|media_begin|>", "<|media_content|>", "<|media_end|>"),
+        image="<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
+        video="<|kimi_k25_video_placeholder|>",
+        **QWEN_MEDIA,
+    ),
     "exaone4_5": Family(
         config=_windowed(
             "exaone4_5",
@@ -1804,8 +1964,8 @@ def head(family: str, seed: int = 1) -> PreTrainedModel:
 def _made(family: str, seed: int, text_overrides: Mapping[str, Any]) -> PreTrainedModel:
     words = tokenizer(family)
     config = _family(family).config(text_overrides, len(words))
-    # the tower of GOT-OCR 2 knows one way only, and scores are capped by one
-    if family != "got_ocr2" and not getattr(config.text_config, "attn_logit_softcapping", None):
+    # the tokenizer of Apertus and the tower of GOT-OCR 2 know one way only, and scores are capped by one
+    if family not in ("apertus1p5", "got_ocr2") and not getattr(config.text_config, "attn_logit_softcapping", None):
         config._attn_implementation = "sdpa"
     with torch.random.fork_rng(devices=[]):
         result = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -2045,6 +2205,8 @@ def _tokens_per_item(family: str, modality: str, values: dict[str, Any], pixels:
         return [h // 2 * (w // 2 + 1) + 2 for _, h, w in values["image_grid_thw"].tolist()]
     if grids is not None and family == "ernie4_5_vl_moe" and modality == "video":
         return (grids.prod(-1) // 8).tolist()
+    if grids is not None and family == "kimi_k25":
+        return (grids[:, 1:].prod(-1) // 4).tolist()
     if grids is not None:
         return (grids.prod(-1) // values.get(f"{modality}_merge_sizes", torch.tensor(2)) ** 2).tolist()
     if (grids := values.get(f"{modality}_grids")) is not None:
@@ -2055,6 +2217,10 @@ def _tokens_per_item(family: str, modality: str, values: dict[str, Any], pixels:
         return ((at >= 0).all(-1).flatten(1).sum(1) // (4 if family == "gemma4" else 1)).tolist()
     if "spatial_shapes" in values:
         return (values["spatial_shapes"] // 2).prod(-1).tolist()
+    if family == "step3p7":
+        return [16 + 9 * tiles for tiles in values["num_local_patches"].tolist()]
+    if family == "apertus1p5":
+        return (values["image_sizes"] // 8).prod(-1).tolist()
     if "num_local_patches" in values:
         return [16 * (1 + tiles) + 1 for tiles in values["num_local_patches"].tolist()]
     if modality == "video" or "image_sizes" not in values:

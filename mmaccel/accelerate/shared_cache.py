@@ -93,7 +93,7 @@ def _state(plan: ModelPlan, cache: Cache) -> CacheState:
     check_plain(cache)
     twin = copy.copy(cache)
     twin.layers = [copy.copy(layer) for layer in cache.layers]
-    state, family = adopt(twin, plan.family.depth, None, plan.family.recurrent), plan.family
+    state, family = adopt(twin, plan.family.depth, None, plan.family.recurrent, plan.family.latent), plan.family
     if (offset := state.positions.offset) is not None:
         state.positions.offset = offset - family.first_position
     return state

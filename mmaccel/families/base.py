@@ -22,11 +22,13 @@ JOINED = "is read behind several layers, whose tokens must be the same"
 WINDOWS = "has sliding windows, which count places of the whole prompt"
 #: the same for prompts whose tokens look ahead, which also keeps dropped ones from coming back
 BOTH_WAYS = "lets tokens of a prompt attend to each other both ways"
-#: text models whose RoPE turns neighbours instead of halves, leaves layers or channels out, differs between layers, or comes
-#: before norms
+#: text models whose RoPE turns neighbours instead of halves, leaves layers or channels out, differs between layers, comes
+#: before norms, or turns a part that heads share
 _OTHER_ROPE = (
     "cohere",
     "cohere2",
+    "cohere_compass_text",
+    "deepseek_v3",
     "ernie4_5_vl_moe_text",
     "exaone4",
     "gemma3_text",
@@ -34,9 +36,11 @@ _OTHER_ROPE = (
     "gemma4_unified_text",
     "hunyuan_vl_text",
     "lfm3",
+    "mistral4",
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "smollm3",
+    "step3p5",
 )
 _TURN = re.compile(r"\bassistant\s*:\s*$", re.IGNORECASE)
 
@@ -125,6 +129,7 @@ class Family(LanguageModel, ModelTowers):
         self.config, self.inner = model.config, model.model
         self.text: Any = None if self.inner is None else getattr(self.inner, self.text_name)
         self.halves = self.config.text_config.model_type not in _OTHER_ROPE
+        self.latent = bool(getattr(self.config.text_config, "kv_lora_rank", None))
         self.ranks = int(getattr(model, "_tp_size", None) or 1)
         if len(self.read_layers) > 1:
             self.whole = JOINED

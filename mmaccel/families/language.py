@@ -31,6 +31,8 @@ class LanguageModel:
     deepstack: int = 0
     #: whether RoPE turns queries and keys as two halves, in every layer of the language models usual for it
     halves: bool = True
+    #: whether layers store a latent and a part with RoPE of every token, of which they make keys and values (MLA)
+    latent: bool = False
     #: whether norms of queries and keys take and give ``[B, H, q, D]`` in place of ``[B, q, H, D]`` or ``[B, q, H D]``
     heads_first: ClassVar[bool] = False
     #: whether some layers of its language models carry a state instead of attention (``carrying``: their kinds)
@@ -98,9 +100,23 @@ class LanguageModel:
         """Whether a layer of the language model applies :meth:`bidirectional_groups`."""
         return True
 
-    def heads_in(self, layer: int) -> tuple[int, int]:
-        """Number of KV heads of a layer, and their width."""
+    def attention_width(self, layer: int) -> float:
+        """Numbers of all heads of a layer that a query is multiplied by: the mean of those of a key and of a value."""
         attention = self.attention_in(layer)
+        if self.latent:
+            return float(attention.num_heads * (attention.qk_head_dim + attention.v_head_dim)) / 2
+        return float(self.heads_in(layer)[0] * attention.num_key_value_groups * self.heads_in(layer)[1])
+
+    @property
+    def query_heads(self) -> int | None:
+        """Number of query heads of every layer; None where layers differ."""
+        return int(self.text.config.num_attention_heads)
+
+    def heads_in(self, layer: int) -> tuple[int, int]:
+        """Number of KV heads of a layer, and their width; of latents one, as wide as both parts."""
+        attention = self.attention_in(layer)
+        if self.latent:
+            return 1, attention.kv_lora_rank + attention.qk_rope_head_dim
         return self.text.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
 
     def attention_in(self, layer: int) -> Any:
@@ -132,7 +148,7 @@ class LanguageModel:
 
     def norm_in(self, layer: Any) -> nn.Module:
         """The norm before the attention of a layer of the language model."""
-        return first_of(layer, "input_layernorm", "operator_norm")
+        return first_of(layer, "input_layernorm", "operator_norm", "attention_layernorm")
 
     def attended_in(self, layer: Any) -> nn.Module:
         """The module whose output a layer of the language model adds to its input as what attention returns: a norm behind the

@@ -22,18 +22,25 @@ _CHOOSING = (
     "and n-grams of the prompt enter between them"
 )
 _EMBEDDED = "every layer of the language model has an embedding of its own for every token of the prompt"
+_BLOCKS = (
+    "an indexer chooses what its layers read by blocks of stored keys, whose borders move when tokens are dropped, so that the "
+    "answer is not that of a prompt with these tokens hidden"
+)
+_INDEXED = "an indexer chooses what its layers read, by keys of its own that a kept cache does not hold"
 _ENCODED = "an encoder of its own reads pictures and prompt together, and what decodes has no visual tokens"
-_LATENTS = "the cache holds latents, of which every layer makes keys and values anew at each step"
+_LATENTS = "its cache holds latents, of a kind that is not known here"
 _CROSSING = "pictures are read by layers of cross-attention, and are not tokens of the prompt"
 _SPEAKS = "it holds a talker too; accelerate what sees and answers, by accelerate_vlm(model.thinker)"
 
 #: model types that would answer wrongly or save nothing -> why, as the end of a sentence
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("florence2", "t5gemma2"), _ENCODED),
+    **dict.fromkeys(("dots3_note", "mistral_large4"), _INDEXED),
     "gemma3n": f"{_EMBEDDED}, and the last of them read keys of others",
+    **dict.fromkeys(("glm5_next", "minimax_m3_vl"), _BLOCKS),
     **dict.fromkeys(("idefics", "mllama"), _CROSSING),
+    "inkling2": "keys and values pass convolutions over neighbours, and attention has learned sinks, which belong to no key",
     "janus": "its generate hears no logits processors, by which answers are sampled, forced and compared",
-    "kimi_k25": _LATENTS,
     **dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), _SPEAKS),
     "llama4": "three of four layers attend within chunks of the prompt, counted over stored tokens",
     "nemotron_h_omni": _STATES,
@@ -43,6 +50,8 @@ REFUSED: dict[str, str] = {
 
 #: kinds of layers of a language model that only attend, as its configuration names them
 _ATTENDING = {"full_attention", "sliding_attention"}
+#: language models whose cache holds a latent and a part with RoPE of every token, one behind the other
+_LATENT = {"deepseek_v3", "mistral4"}
 #: language models whose attention has a term that ours has not -> which
 _SINKS = {"gpt_oss": "its attention has learned sinks, which belong to no key"}
 
@@ -86,7 +95,13 @@ def family_of(model: nn.Module, processor: Any = None) -> Family:
             f"This transformers lays {kind} models out otherwise than mmaccel knows them; "
             f"update transformers to {family.since}."
         )
-    return family.of(model.config)(model, processor)
+    made = family.of(model.config)(model, processor)
+    if made.latent and not hasattr(made.attention_in(0), "expand_kv"):
+        raise UnsupportedError(
+            f"This transformers lays the attention of {made.text.config.model_type} out otherwise than mmaccel knows it; "
+            "update transformers to 5.24."
+        )
+    return made
 
 
 def described(config: Any) -> Family:
@@ -112,7 +127,7 @@ def _check_text(family: type[Family], config: Any) -> None:
     text = config.get_text_config()
     others = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENDING - set(family.carrying))
     why = f"it has layers of {' and '.join(others)}" if others else _SINKS.get(text.model_type)
-    if getattr(text, "kv_lora_rank", None):
+    if getattr(text, "kv_lora_rank", None) and text.model_type not in _LATENT:
         why = _LATENTS
     if getattr(text, "hidden_size_per_layer_input", None):
         why = _EMBEDDED

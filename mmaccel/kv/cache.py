@@ -284,13 +284,16 @@ def check_plain(cache: Cache) -> None:
         )
 
 
-def adopt(cache: Cache, layers: int, valid: Tensor | None, recurrent: Collection[int] = ()) -> CacheState:
+def adopt(
+    cache: Cache, layers: int, valid: Tensor | None, recurrent: Collection[int] = (), latent: bool = False
+) -> CacheState:
     """Swap the layers of a dynamic cache in place; what it already holds stays.
 
     Parameters
     ----------
     layers, recurrent : how many layers the language model has, and which of them keep a recurrent state.
     valid : ``[B, stored]`` bool, which of the stored tokens are no padding; None if none is.
+    latent : see :class:`.shared.Shared`.
 
     Raises
     ------
@@ -299,6 +302,7 @@ def adopt(cache: Cache, layers: int, valid: Tensor | None, recurrent: Collection
     """
     check_plain(cache)
     state, first = CacheState(layers, recurrent), None
+    state.shared.latent = latent
     held: list[Any] = list(cache.layers)
     state.shared.windowed = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in held)
     for old, new in zip(held, state.every, strict=False):

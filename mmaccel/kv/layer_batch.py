@@ -82,8 +82,8 @@ class LayerBatch:
 
     @cached_property
     def stored(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, ``[R, Hkv, K, D]``; see :meth:`.layer.CompressedLayer.stored`."""
-        keys, values = zip(*(layer.stored() for layer in self.layers), strict=True)
+        """Keys and values, ``[R, Hkv, K, D]``; see :meth:`.layer.CompressedLayer.keys_and_values`."""
+        keys, values = zip(*(layer.keys_and_values() for layer in self.layers), strict=True)
         return self._joined(keys, 2), self._joined(values, 2)
 
     @cached_property
@@ -170,7 +170,12 @@ class LayerBatch:
         if len(self.layers) == 1:
             self.layers[0].evict(kept, merged, lengths, known)
             return
-        keys, values = self.stored if merged is None else merged
+        if merged is not None:
+            keys, values = merged
+        else:
+            keys, values = self.stored
+            if self.layers[0].shared.latent:
+                keys, values = values, keys[..., values.shape[3] :]
         left = KeptKeys.of(keys, values, self.index, kept, self.received, lengths)
         for layer, mine in zip(self.layers, left.split(self.rows), strict=True):
             layer.take(mine)

@@ -82,6 +82,8 @@ class ModelFacts(TowerFacts, Protocol):
     stateful: bool
     #: whether its models are shown sounds
     hears: bool
+    #: whether a cache holds a latent of every token in place of keys and values
+    latent: bool
     #: why a token cannot run through its layers later than it stands, as the end of "the language model of ..."; or None
     no_return: str | None
     #: why layers of the language model cannot read parts of a prompt apart; None where they can

@@ -398,6 +398,28 @@ class Policy(CacheOptions):
                 f"{self.name} chooses what a step reads and evicts nothing, so rest={self.rest!r} has no keys; leave it out."
             )
 
+    def suits(self, family: ModelFacts) -> None:
+        """Refuse models with latents in their cache where more than these is needed."""
+        super().suits(family)
+        if family.latent and (why := self._beyond_latents) is not None:
+            raise UnsupportedError(
+                f"{self.name} {why}, and the cache of this {family.name} model holds latents, of which layers make keys and "
+                "values; use 'snapkv' or another policy that scores keys by the attention of a prompt, with compact='evict'."
+            )
+
+    @property
+    def _beyond_latents(self) -> str | None:
+        """What it does that cannot be done with a cache of latents, as the middle of a sentence; None if nothing."""
+        if self.recalls or self.rereads or self.guided:
+            return "looks at keys and values beside those that attention reads"
+        if self.needs_unrotated or self.future or self.needs_outgoing:
+            return "looks at keys before RoPE, or at values behind the output projection"
+        if self.lookahead:
+            return "reads a text behind the prompt"
+        if self.budget_in == "bytes":
+            return "has its budget in bytes"
+        return "merges keys" if self.choice("compact")[0] != "evict" else None
+
     def check(self, family: ModelFacts) -> None:
         """Raise :class:`MmaccelError` where options cannot be combined."""
         if self.shared and self.choice("head_budget")[0] != "uniform":

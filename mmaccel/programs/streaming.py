@@ -124,7 +124,7 @@ class _Stream:
             self._tail = length - _common_prefix(shown, other)
             self._prefix = _common_prefix(shown, plain)
             self._cache = DynamicCache()
-            shared = adopt(self._cache, self._family.depth, None, self._family.recurrent).shared
+            shared = adopt(self._cache, self._family.depth, None, self._family.recurrent, self._family.latent).shared
             shared.stream = True
             if self._recall is not None:
                 limit = position_limit(self.model)

@@ -556,9 +556,8 @@ def replay(
         mask[:, :, :length, :length] &= first
         mask[:, :, length:, :length] &= behind[:, :, None] if behind.dim() == 3 else behind
         # rows that see nothing (padding, dropped tokens) must stay finite; nobody looks at them
-        layer.self_attn.visible = (mask | torch.eye(len(place), dtype=torch.bool)).repeat_interleave(
-            config.num_attention_heads // heads, dim=1
-        )
+        groups = query_heads(known, number) // heads
+        layer.self_attn.visible = (mask | torch.eye(len(place), dtype=torch.bool)).repeat_interleave(groups, dim=1)
     with exchanged(model, change), merging(model, merged):
         logits = model(**whole, use_cache=False).logits
     for layer in text_model(model).layers:
@@ -566,6 +565,13 @@ def replay(
         if hasattr(layer, "self_attn"):
             layer.self_attn.weights = None
     return logits[:, :length], logits[:, length - 1 :]
+
+
+def query_heads(family: Any, number: int) -> int:
+    """Query heads of a text layer."""
+    attention = family.attention_in(number)
+    # layers of Step 3.7 have their own number of them
+    return attention.num_heads if family.latent or family.name == "step3p7" else family.text.config.num_attention_heads
 
 
 def both_ways(config: Any, number: int) -> bool:

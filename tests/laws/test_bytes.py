@@ -60,7 +60,9 @@ def held(root: Any) -> int:
 def sizes(tiny: Any) -> list[tuple[int, int]]:
     """Of every layer with keys and values, its heads, and the bytes of one of each."""
     known = family_of(tiny)
-    return [(heads, 2 * 4 * width) for heads, width in map(known.heads_in, known.attending)]
+    # of latents both parts are one key, of which the value is a part
+    each = 4 if known.latent else 2 * 4
+    return [(heads, each * width) for heads, width in map(known.heads_in, known.attending)]
 
 
 def whole(layers: list[tuple[int, int]]) -> int:

@@ -213,7 +213,7 @@ def test_merging_in_the_encoder_is_averaging_its_full_grid(family, kind, name, r
     oracle.close(got["inputs_embeds"][valid], wanted["inputs_embeds"][valid], what="embeddings")
     plain = oracle.at_the_door(bare, feed)
     oracle.apart(got["inputs_embeds"][visual], plain["inputs_embeds"][visual])
-    if family.startswith(("qwen3_vl", "qwen3_omni", "cosmos3_omni")):
+    if family.startswith(("qwen3_vl", "qwen3_omni", "cosmos3_omni", "cohere_compass")):
         for mine, theirs in zip(got["deepstack_visual_embeds"], wanted["deepstack_visual_embeds"], strict=True):
             oracle.close(mine, theirs, what="DeepStack features")
         oracle.apart(got["deepstack_visual_embeds"][-1], plain["deepstack_visual_embeds"][-1])
@@ -247,7 +247,7 @@ def test_the_door_keeps_one_token_of_each_group(family, kind, name):
 
     def change(kwargs):
         kwargs["inputs_embeds"] = torch.cat([settled, kwargs["inputs_embeds"][:, length:]], dim=1)
-        if family.startswith(("qwen3_vl", "qwen3_omni", "cosmos3_omni")):
+        if family.startswith(("qwen3_vl", "qwen3_omni", "cosmos3_omni", "cohere_compass")):
             # groups were smaller where DeepStack looked: what the door keeps is the mean of what they were
             kwargs["deepstack_visual_embeds"] = door["deepstack_visual_embeds"]
         return oracle.with_planes(kwargs, length, lambda plane: averaged(plane, owner, got.kept))

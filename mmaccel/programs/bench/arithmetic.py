@@ -38,7 +38,6 @@ class Operations:
 def count_operations(model: Any, call: Callable[[], Any]) -> Operations:
     """Operations of ``call``, which must be one prefill of ``model``, bare or accelerated."""
     family, operations = family_of(model), Operations()
-    heads = family.text.config.num_attention_heads
     inside = {id(module) for part in (family.text, model.lm_head) for module in part.modules()}
 
     def linear(module: Any, args: Any, output: Tensor) -> None:
@@ -54,8 +53,7 @@ def count_operations(model: Any, call: Callable[[], Any]) -> Operations:
 
     def text_layer(number: int, module: Any, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
-        width = heads * family.heads_in(number)[1]
-        operations.language += 2.0 * width * hidden.shape[0] * hidden.shape[1] ** 2
+        operations.language += 2.0 * family.attention_width(number) * hidden.shape[0] * hidden.shape[1] ** 2
 
     def tower_layer(module: Any, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]

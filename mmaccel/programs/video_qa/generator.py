@@ -223,7 +223,7 @@ class AnswerGenerator:
         # all rows are padded on the left and end with the same question
         end = int(visual.any(0).nonzero().max()) + 1
         cache = DynamicCache()
-        state = adopt(cache, family.depth, None, family.recurrent)
+        state = adopt(cache, family.depth, None, family.recurrent, family.latent)
         with self._working(self.recipe, self.prepared):
             positions = model._prepare_position_ids_for_generation(ids, dict(inputs))
             positions = positions[-3:] if positions.dim() == 3 else positions

@@ -118,7 +118,7 @@ def read_layer(
         return None
     held = memory.layers.get(layer.number)
     if held is None or held.choices.index() is not layer.index:
-        keys = layer.stored()[0] if keys is None else keys
+        keys = layer.keys_and_values()[0] if keys is None else keys
         (held,) = _looked_at(policy, [layer], memory, [keys], scaling)
         memory.layers[layer.number] = held
     if held.choices.everything:
@@ -342,7 +342,7 @@ def prepare_reads(
     for group in _same_choices(layers):
         memory = group[0].shared.memory(SparseMemory)
         assert memory is not None
-        looked = _looked_at(policy, group, memory, (layer.stored()[0] for layer in group), scaling)
+        looked = _looked_at(policy, group, memory, (layer.keys_and_values()[0] for layer in group), scaling)
         for layer, held in zip(group, looked, strict=True):
             memory.layers[layer.number] = held
             if policy.window and held.summary:

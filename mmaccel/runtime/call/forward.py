@@ -196,10 +196,11 @@ class Prompt(Forward):
         """The same with rotary positions of the layer's kind of RoPE."""
         own, kind = self.arguments[-1], self.plan.family.rope_kind(number)
         arguments = {**given, **own.replaced}
-        if kind is not None and len(self.arguments) > 1:
+        embeddings = given.get("position_embeddings")
+        # layers without RoPE have none
+        if kind is not None and len(self.arguments) > 1 and embeddings is not None:
             # layers of every kind of RoPE are given those of all tokens that entered the language model
             if kind not in own.rotated:
-                embeddings = given["position_embeddings"]
                 slots = self.slots(chosen_of(self.incoming.phases[0][1]))
                 (at,) = to_device_packed(embeddings[0].device, slots.gather(1, self.chosen.clamp(min=0)))
                 own.rotated[kind] = tuple(rows_at(x.expand(len(at), -1, -1), at) for x in embeddings)

@@ -113,7 +113,8 @@ class TextHooks:
         call.text.runs = runs = Runs(forward, self.make_runs(call, forward))
         if ids is None:
             incoming = forward.incoming
-            incoming.as_stored = not runs.read_keys and incoming.weights is None and incoming.merged is None
+            plain = incoming.weights is None and incoming.merged is None and not self.plan.family.latent
+            incoming.as_stored = not runs.read_keys and plain
         runs.before_text(TextInputs(kwargs, valid, call.generating and not call.text.forwards))
         kwargs["attention_mask"] = self.plan.family.mask_argument(forward.real)
         if state is not None:
@@ -192,7 +193,7 @@ class TextHooks:
             kwargs |= cache_argument(cache)
         mask = kwargs.get("attention_mask")
         valid = mask[:, :seen].bool() if mask is not None and seen else None
-        state = adopt(cache, len(self.layers), valid, self.plan.family.recurrent)
+        state = adopt(cache, len(self.layers), valid, self.plan.family.recurrent, self.plan.family.latent)
         if (offset := state.positions.offset) is not None:
             state.positions.offset = offset - self.plan.family.first_position
         return state

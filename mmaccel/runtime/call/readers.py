@@ -21,6 +21,7 @@ from mmaccel_kernels.chosen import ChosenKeys, chosen_attention
 from torch import Tensor, nn
 
 from ...core.precision import in_attention_dtype, without_autocast
+from ...families.latents import absorbed
 from ...kv.decoding import attend, attend_behind, reads_as_stored
 from ...kv.distance import distance_factor
 from ...kv.packed import QuantisedLayer
@@ -58,7 +59,9 @@ class Attention:
 
     def unpack(self, layer: QuantisedLayer) -> None:
         """Take all that a layer stores as keys and values."""
-        self.query, self.key, self.value = in_attention_dtype(self.query, *layer.stored())
+        held = layer.stored()
+        held = self.module.expand_kv(*held) if layer.shared.latent else held  # type: ignore[operator]
+        self.query, self.key, self.value = in_attention_dtype(self.query, *held)
 
     def run(self, base: str, mask: Tensor | None, scaling: float | None) -> Output:
         """The output ``[B, q, Hq, D]`` of implementation ``base``, and its weights where it returns them."""
@@ -122,16 +125,19 @@ def read_stored(call: Call[Any], number: int, given: Attention) -> Output:
     """
     runs = call.text.runs
     assert runs is not None
-    layer, seen = _layer_attended(runs.forward, number, given)
+    observed = bool(runs.readers or runs.observers)
+    layer, seen = _layer_attended(runs.forward, number, given, observed)
     keys = KeysToRead()
     if runs.readers:
         incoming = runs.forward.incoming
-        plain = given.base == "sdpa" and incoming.weights is None and incoming.merged is None
+        family = runs.forward.plan.family
+        # over latents the model reads the keys and values that it made of them
+        plain = given.base == "sdpa" and incoming.weights is None and incoming.merged is None and not family.latent
         seen.plain = plain and getattr(given.module, "is_causal", True)
         keys = runs.keys_to_read(seen) or keys
     if keys.grown and layer is not None:
         given.unpack(layer)
-        layer, seen = _layer_attended(runs.forward, number, given)
+        layer, seen = _layer_attended(runs.forward, number, given, observed)
     chosen = keys.chosen
     if keys.output is not None:
         output: Output = keys.output, None
@@ -145,7 +151,7 @@ def read_stored(call: Call[Any], number: int, given: Attention) -> Output:
         if layer is not None and seen.as_stored:
             given.unpack(layer)
             seen.query, seen.key, seen.value = given.query, given.key, given.value
-        if chosen is not None and given.base != "eager":
+        if chosen is not None and given.base != "eager" and not runs.forward.plan.family.latent:
             output = _read_chosen(given, seen, chosen)
         else:
             output = _masked(runs.forward, number, given, seen, chosen)
@@ -155,8 +161,11 @@ def read_stored(call: Call[Any], number: int, given: Attention) -> Output:
     return output
 
 
-def _layer_attended(forward: Forward, number: int, given: Attention) -> tuple[QuantisedLayer | None, LayerAttended]:
-    """The layer of the cache that layer ``number`` of the language model reads, and its attention before any key is chosen."""
+def _layer_attended(
+    forward: Forward, number: int, given: Attention, observed: bool
+) -> tuple[QuantisedLayer | None, LayerAttended]:
+    """The layer of the cache that layer ``number`` of the language model reads, and its attention before any key is chosen,
+    which runs look at if it is ``observed``: over latents with absorbed queries."""
     family = forward.plan.towers
     stored = family.stored_from(number)
     # a decode step is here once a layer, so that every call counts
@@ -185,8 +194,11 @@ def _layer_attended(forward: Forward, number: int, given: Attention) -> tuple[Qu
     if visible is not None:
         # layers may be spread over devices
         visible = visible.to(query.device, non_blocking=True)
-    scale = query.shape[-1] ** -0.5 if given.scaling is None else given.scaling
-    return layer, LayerAttended(stored, query, given.key, given.value, visible, scale, given.window, as_stored)
+    key, value = given.key, given.value
+    if layer is not None and layer.shared.latent and observed:
+        key, value = in_attention_dtype(*layer.keys_and_values())
+        query = absorbed(given.module, query, value)
+    return layer, LayerAttended(stored, query, key, value, visible, given.scale, given.window, as_stored)
 
 
 def _read_chosen(given: Attention, seen: LayerAttended, chosen: ChosenKeys) -> Output:

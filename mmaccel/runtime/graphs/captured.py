@@ -137,7 +137,8 @@ def _pinned(plan: ModelPlan, call: Call[ModelPlan], state: CacheState) -> Static
     coming, unpacked = call.expected.after(seen), coming_unpacked(plan.token_groups, state.shared, seen)
     query_spec, kept = None, CHUNK
     if policy is not None and policy.scheduled:
-        query_spec = query_spec_of(policy, plan.family.text.config.num_attention_heads)
+        assert plan.family.query_heads is not None
+        query_spec = query_spec_of(policy, plan.family.query_heads)
         kept = coming_kept(policy, state, query_spec)
     # with this token something may be packed or evicted, or it says whether text goes on behind a slow clip or its question
     if 0 in (unpacked, kept) or (state.positions.ahead is not None and not call.stats.decode_steps):
@@ -202,8 +203,12 @@ def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
         return "attention weights or hidden states are asked for"
     if family.recurrent:
         return f"the recurrent states of {family.name} are not pinned"
+    if family.latent:
+        return f"the latents of {family.name} are not pinned"
     if family.masks_above:
         return f"{family.name} makes masks in front of its text model"
+    if policy is not None and policy.method.scheduled and family.query_heads is None:
+        return f"layers of {family.name} have different numbers of heads, whose queries {policy.method.name} remembers"
     if plan.retracing is not None:
         return f"{plan.retracing.method.name} reads every step out between layers"
     if plan.skipping is not None:

@@ -133,7 +133,9 @@ class LayerTokens(Run):
         previous = {**arguments, **prompt.arguments[-1].replaced}
         looked = self._looked
         if stage.method.needs_rotary:
-            cos, sin = prompt.layer_arguments(number, arguments)["position_embeddings"]
+            turns = prompt.layer_arguments(number, arguments)["position_embeddings"]
+            # without RoPE nothing is turned
+            cos, sin = turns or (hidden.new_ones(1, hidden.shape[1], 1), hidden.new_zeros(1, hidden.shape[1], 1))
             looked = looked | _turns(cos, sin, hidden, (prompt.chosen >= 0).long().argmax(1))
         earlier = self._earlier.pop(stage.number, None)
         reduction = self.reducer.reduce(stage, hidden, slots, looked, number, earlier)

@@ -101,13 +101,15 @@ def _to_attention(
     places = {"position_ids": given.to(device)} if "position_ids" in takes and given is not None else {}
     # others pass their keys on to layers above
     shared: dict[str, Any] = {"shared_kv_states": {}} if "shared_kv_states" in takes else {}
+    # and others have no RoPE
+    turns = kwargs["position_embeddings"]
 
     def run() -> None:
         layer.self_attn(  # type: ignore[operator]
             **places,
             **shared,
             hidden_states=call.plan.family.norm_in(layer)(hidden.to(device)),
-            position_embeddings=tuple(x.to(device) for x in kwargs["position_embeddings"]),
+            position_embeddings=None if turns is None else tuple(x.to(device) for x in turns),
             attention_mask=None,
         )
 
