@@ -155,7 +155,18 @@ def _families(cls: Any) -> list[str]:
 
     supported = []
     for name, family in families().items():
-        names = ("closed", "whole", "halves", "ranks", "stateful", "modalities", "no_return", "undivided", "hears", "latent")
+        names = (
+            "closed",
+            "whole",
+            "halves",
+            "ranks",
+            "stateful",
+            "modalities",
+            "no_return",
+            "undivided",
+            "hears",
+            "latent",
+        )
         usual: Any = SimpleNamespace(**{key: getattr(family, key) for key in names})
         vars(usual).update(name=name, has_cls=family.facts.cls, depth=0, deepstack=0, attending=())
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,14 +14,14 @@ from .grids import PackedGrids
 from .internvl import TiledByText
 from .tower import EncoderCall
 
-#: the time stamp of a clip's first chunk
-_START = "00:00:00.000"
+#: the time stamp in front of a chunk, which sorts as text
+_TIME = re.compile(r"\d\d:\d\d:\d\d\.\d{3}")
 
 
 class KimiK25(PackedGrids, TiledByText):
     """One token for each block of 2x2 patches, in raster order. A clip is chunks of a few frames, with time stamps between;
-    frames of a chunk attend to each other, and a token is their mean. With a processor, chunks up to the next time stamp of
-    zero are one clip; without it every chunk is one."""
+    frames of a chunk attend to each other, and a token is their mean. With a processor, chunks whose
+    time stamps rise are one clip; without it every chunk is one."""
 
     name = "kimi_k25"
     model_types = ("kimi_k25",)
@@ -44,12 +45,14 @@ class KimiK25(PackedGrids, TiledByText):
         if modality == "image":
             return consecutive([[grid] for grid in grids])
         clips, runs = list[list[tuple[int, int, int]]](), self.runs(ids, encoded.tokens, ids == self.token_id("video"))
+        last = -1, ""
         for grid, (row, start, _) in zip(grids, runs, strict=True):
-            text = self.text_before(ids, row, start, 40)
             # without a processor there is no text
-            if not text or _START in text:
+            found = row, (_TIME.findall(self.text_before(ids, row, start, 40)) or [""])[-1]
+            if row != last[0] or found <= last:
                 clips.append([])
             clips[-1].append(grid)
+            last = found
         return consecutive(clips, clips=True)
 
     def tower_sizes(self, given: Mapping[str, Any]) -> list[int]:

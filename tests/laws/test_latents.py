@@ -15,9 +15,18 @@ from mmaccel.families.latents import absorbed
 
 EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
 LATENTS = {**zoo.LATENT, **EXPERTS, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+CHOSEN = ("divprune", "fastv", "snapkv", "h2o")  # by choice: one of each site, and one that observes
+#: queries are scaled by their positions from the 32nd on
+ROPE = (
+    ("rope_type", "default"),
+    ("rope_theta", 10000.0),
+    ("partial_rotary_factor", 8 / 24),
+    ("original_max_position_embeddings", 32),
+    ("llama_4_scaling_beta", 0.1),
+)
 #: families that take any language model, with one whose cache holds latents
 OTHERS: list[tuple[str, dict[str, Any]]] = [
-    ("mistral3", {"model_type": "mistral4", "head_dim": 24, **LATENTS}),
+    ("mistral3", {"model_type": "mistral4", "head_dim": 24, "rope_parameters": ROPE, **LATENTS}),
     ("internvl", {"model_type": "deepseek_v3", **LATENTS}),
 ]
 
@@ -50,7 +59,7 @@ def test_bytes_of_a_token(name: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "overrides"), OTHERS)
-@pytest.mark.parametrize("name", ["divprune", "fastv", "snapkv", "h2o"])
+@pytest.mark.parametrize("name", CHOSEN)
 def test_other_language_models(family: str, overrides: dict[str, Any], name: str) -> None:
     """Dropping is hiding."""
     feed = zoo.inputs(family, "uneven")
