@@ -18,8 +18,13 @@ LATENTS = {**zoo.LATENT, **EXPERTS, "num_key_value_heads": 4, "n_group": 1, "top
 CHOSEN = ("divprune", "fastv", "snapkv", "h2o")  # by choice: one of each site, and one that observes
 #: queries are scaled by their positions from the 32nd on
 ROPE = (
-    ("rope_type", "default"),
+    ("rope_type", "yarn"),
     ("rope_theta", 10000.0),
+    ("factor", 2.0),
+    ("beta_fast", 32.0),
+    ("beta_slow", 1.0),
+    ("mscale", 1.0),
+    ("mscale_all_dim", 1.0),
     ("partial_rotary_factor", 8 / 24),
     ("original_max_position_embeddings", 32),
     ("llama_4_scaling_beta", 0.1),
@@ -62,7 +67,8 @@ def test_bytes_of_a_token(name: str) -> None:
 @pytest.mark.parametrize("name", CHOSEN)
 def test_other_language_models(family: str, overrides: dict[str, Any], name: str) -> None:
     """Dropping is hiding."""
-    feed = zoo.inputs(family, "uneven")
+    # positions of a forward with padding count it, and scale queries
+    feed = zoo.inputs(family, "images")
     forced = oracle.force(family, len(feed["input_ids"]))
     got = oracle.record(family, feed, oracle.recipe(name, family), forced, True, None, **overrides)
     prompt, steps = oracle.replay(family, feed, forced, got.seen, **overrides)

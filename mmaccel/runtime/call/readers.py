@@ -197,6 +197,8 @@ def _layer_attended(
     key, value = given.key, given.value
     if layer is not None and layer.shared.latent and observed:
         key, value = in_attention_dtype(*layer.keys_and_values())
+        if (sparse := forward.incoming.sparse(stored)) is not None:
+            key, value = sparse.read(layer.index, key, value)
         query = absorbed(given.module, query, value)
     return layer, LayerAttended(stored, query, key, value, visible, given.scale, given.window, as_stored)
 
