@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..core.layout import Modality, Picture
@@ -44,7 +45,10 @@ class KimiK25(PackedGrids, TiledByText):
         grids = [(1, h, w) for _, h, w in self.grids(modality, encoded)]
         if modality == "image":
             return consecutive([[grid] for grid in grids])
-        clips, runs = list[list[tuple[int, int, int]]](), self.runs(ids, encoded.tokens, ids == self.token_id("video"))
+        clips, runs = (
+            list[list[tuple[int, int, int]]](),
+            self.runs(ids, encoded.tokens, torch.eq(ids, self.token_id("video") or 0)),
+        )
         last = -1, ""
         for grid, (row, start, _) in zip(grids, runs, strict=True):
             # without a processor there is no text
