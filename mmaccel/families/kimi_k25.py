@@ -45,10 +45,8 @@ class KimiK25(PackedGrids, TiledByText):
         grids = [(1, h, w) for _, h, w in self.grids(modality, encoded)]
         if modality == "image":
             return consecutive([[grid] for grid in grids])
-        clips, runs = (
-            list[list[tuple[int, int, int]]](),
-            self.runs(ids, encoded.tokens, torch.eq(ids, self.token_id("video") or 0)),
-        )
+        clips = list[list[tuple[int, int, int]]]()
+        runs = self.runs(ids, encoded.tokens, torch.eq(ids, self.token_id("video") or 0))
         last = -1, ""
         for grid, (row, start, _) in zip(grids, runs, strict=True):
             # without a processor there is no text

@@ -92,7 +92,8 @@ class EvictKeys(CachePolicy):
         self.entering: Tensor | None = None
         self.unrotated: Tensor | None = None
         self._observed: tuple[LayerAttention, Tensor | None] | None = None
-        self.heads = 0
+        #: query heads of each layer
+        self.heads: dict[int, int] = {}
 
     @property
     def carries(self) -> bool:
@@ -164,7 +165,7 @@ class EvictKeys(CachePolicy):
     def after_attention(self, layer: LayerAttended) -> None:
         """Score the keys of a prompt, and evict from layers that do not wait; while decoding remember queries."""
         number, query, key = layer.number, layer.query, layer.key
-        self.heads = query.shape[1]
+        self.heads[number] = query.shape[1]
         if self.prompt is not None:
             prompt, tokens = self.prompt, self.prompt.tokens.of_layer(number, query.device)
             timed = (
@@ -206,7 +207,7 @@ class EvictKeys(CachePolicy):
         merged = self.state.shared.memory(MergedKeys)
         assert merged is not None
         for layer in self.state.layers:
-            merged.prepare(layer.number, layer.index, self.heads, layer.keys)
+            merged.prepare(layer.number, layer.index, self.heads[layer.number], layer.keys)
 
     def _observe(self, number: int, attention: LayerAttention, places: Tensor, window: int | None) -> Tensor | None:
         """The policy's statistics of the attention of a layer, ``[B, Hkv, K]`` float32; a schedule carries them on."""

@@ -379,8 +379,11 @@ def _same_choices(layers: Sequence[QuantisedLayer]) -> Iterator[list[QuantisedLa
     """Layers in their order, as many together as choose from the same places on one device, up to :data:`TOGETHER` entries of
     keys."""
 
-    def kind(layer: QuantisedLayer) -> tuple[int, torch.device, torch.Size]:
-        return id(layer.index), layer.keys.device, layer.keys.shape
+    def kind(layer: QuantisedLayer) -> tuple[int, torch.device, torch.Size, torch.Size | None]:
+        memory = layer.shared.memory(SparseMemory)
+        # layers may have different numbers of query heads
+        noted = None if memory is None else memory.noted.get(layer.number)
+        return id(layer.index), layer.keys.device, layer.keys.shape, None if noted is None else noted.shape
 
     for _, same in groupby(layers, kind):
         group = list(same)
