@@ -293,7 +293,7 @@ def adopt(
     ----------
     layers, recurrent : how many layers the language model has, and which of them keep a recurrent state.
     valid : ``[B, stored]`` bool, which of the stored tokens are no padding; None if none is.
-    latent : see :class:`.shared.Shared`.
+    latent : whether layers store latents, see :class:`.host_layer.HostLayer`.
 
     Raises
     ------
@@ -302,7 +302,8 @@ def adopt(
     """
     check_plain(cache)
     state, first = CacheState(layers, recurrent), None
-    state.shared.latent = latent
+    for layer in state.layers:
+        layer.latent = latent
     held: list[Any] = list(cache.layers)
     state.shared.windowed = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in held)
     for old, new in zip(held, state.every, strict=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..core.transformers_api import DynamicLayer
@@ -24,6 +25,8 @@ class HostLayer(DynamicLayer):
     def __init__(self, shared: Shared, number: int) -> None:
         super().__init__()
         self.shared, self.number = shared, number
+        #: whether it stores a latent and a part with RoPE of every token, in place of its keys and values
+        self.latent = False
         self.ragged: Ragged | None = None
         self.prefix: SharedPrefix | None = None
 
@@ -31,6 +34,15 @@ class HostLayer(DynamicLayer):
     def index(self) -> KeyIndex:
         """Index of the stored keys."""
         raise NotImplementedError
+
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """All keys and values as ``[B, Hkv, K, D]``."""
+        raise NotImplementedError
+
+    def keys_and_values(self) -> tuple[Tensor, Tensor]:
+        """As :meth:`stored`; of latents, what absorbed queries read: both parts as keys, and the latents as values."""
+        keys, values = self.stored()
+        return (torch.cat([keys, values], dim=3), keys) if self.latent else (keys, values)
 
     def fetch(self) -> None:
         """Have keys and values on the device, if they are in host memory and this forward reads all of them."""

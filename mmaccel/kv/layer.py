@@ -198,11 +198,6 @@ class CompressedLayer(HostLayer):
         old_keys, old_values = before.padded()
         return torch.cat([old_keys, self.keys], dim=2), torch.cat([old_values, self.values], dim=2)
 
-    def keys_and_values(self) -> tuple[Tensor, Tensor]:
-        """As :meth:`stored`; of latents, what absorbed queries read: both parts as keys, and the latents as values."""
-        keys, values = self.stored()
-        return (torch.cat([keys, values], dim=3), keys) if self.shared.latent else (keys, values)
-
     def evict(self, kept: Tensor, merged: tuple[Tensor, Tensor] | None = None, lengths: Tensor | None = None) -> None:
         """Free everything but ``kept [B, Hkv or 1, K]`` bool, slots of :meth:`stored`. Rows, and heads, may keep different
         counts; a mask that is the same for all heads keeps the index so.

@@ -174,7 +174,7 @@ class LayerBatch:
             keys, values = merged
         else:
             keys, values = self.stored
-            if self.layers[0].shared.latent:
+            if self.layers[0].latent:
                 keys, values = values, keys[..., values.shape[3] :]
         left = KeptKeys.of(keys, values, self.index, kept, self.received, lengths)
         for layer, mine in zip(self.layers, left.split(self.rows), strict=True):

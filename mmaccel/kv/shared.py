@@ -55,7 +55,6 @@ class Shared:
     stream : all pictures are stretches of one clip, whose frames are counted on.
     broken : a forward was broken off; layers may hold different tokens.
     windowed : some layers of the model have sliding windows.
-    latent : layers store a latent and a part with RoPE of every token, in place of its keys and values.
     """
 
     indices: list[KeyIndex | None]
@@ -68,7 +67,6 @@ class Shared:
     stream: bool = False
     broken: bool = False
     windowed: bool = False
-    latent: bool = False
 
     def memory(self, kind: type[M]) -> M | None:
         """The memory of this class, or None."""

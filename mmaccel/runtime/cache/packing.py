@@ -208,7 +208,10 @@ class PackKeys(Run):
 
     def _pack(self, layer: QuantisedLayer, counts: list[Tensor | None] | list[Tensor]) -> None:
         for (group, eligible), count in zip(self.due, counts, strict=True):
-            layer.pack(group, eligible, self._replaced, self.query_energy.get(layer.number), count)
+            asked = self.query_energy.get(layer.number)
+            # of absorbed queries the first channels meet latents, which are packed as keys
+            asked = None if asked is None else asked[..., : layer.keys.shape[3]]
+            layer.pack(group, eligible, self._replaced, asked, count)
             if eligible.others and not layer.empty:
                 rows, loose = len(self.rows), len(layer.index) - layer.width
                 self._look_again(group.codec, torch.full((rows, 1), loose) if count is None else count)

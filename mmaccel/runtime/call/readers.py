@@ -60,7 +60,7 @@ class Attention:
     def unpack(self, layer: QuantisedLayer) -> None:
         """Take all that a layer stores as keys and values."""
         held = layer.stored()
-        held = self.module.expand_kv(*held) if layer.shared.latent else held  # type: ignore[operator]
+        held = self.module.expand_kv(*held) if layer.latent else held  # type: ignore[operator]
         self.query, self.key, self.value = in_attention_dtype(self.query, *held)
 
     def run(self, base: str, mask: Tensor | None, scaling: float | None) -> Output:
@@ -195,7 +195,7 @@ def _layer_attended(
         # layers may be spread over devices
         visible = visible.to(query.device, non_blocking=True)
     key, value = given.key, given.value
-    if layer is not None and layer.shared.latent and observed:
+    if layer is not None and layer.latent and observed:
         key, value = in_attention_dtype(*layer.keys_and_values())
         if (sparse := forward.incoming.sparse(stored)) is not None:
             key, value = sparse.read(layer.index, key, value)

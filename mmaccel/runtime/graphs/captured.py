@@ -191,6 +191,18 @@ def _obstacle_to_replay(plan: ModelPlan, call: Call[ModelPlan]) -> str:
     return ""
 
 
+def _obstacle_in_layers(plan: ModelPlan) -> str:
+    """Why layers of a model cannot be pinned; empty if they can."""
+    policy, family = plan.policy, plan.family
+    if family.recurrent or family.latent:
+        return f"the {'latents' if family.latent else 'recurrent states'} of {family.name} are not pinned"
+    if family.masks_above:
+        return f"{family.name} makes masks in front of its text model"
+    if policy is not None and policy.method.scheduled and family.query_heads is None:
+        return f"layers of {family.name} have different numbers of heads, whose queries {policy.method.name} remembers"
+    return ""
+
+
 def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
     """Why no step of a call can be captured; empty if some may."""
     policy, family = plan.policy, plan.family
@@ -201,14 +213,8 @@ def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
         return "disable_compile was given"
     if config.output_attentions or config.output_hidden_states:
         return "attention weights or hidden states are asked for"
-    if family.recurrent:
-        return f"the recurrent states of {family.name} are not pinned"
-    if family.latent:
-        return f"the latents of {family.name} are not pinned"
-    if family.masks_above:
-        return f"{family.name} makes masks in front of its text model"
-    if policy is not None and policy.method.scheduled and family.query_heads is None:
-        return f"layers of {family.name} have different numbers of heads, whose queries {policy.method.name} remembers"
+    if unpinned := _obstacle_in_layers(plan):
+        return unpinned
     if plan.retracing is not None:
         return f"{plan.retracing.method.name} reads every step out between layers"
     if plan.skipping is not None:
