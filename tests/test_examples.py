@@ -43,7 +43,7 @@ def around(text: str, folder: Path) -> dict[str, Any]:
     if "model" in text:
         model, processor = loaded("mini-llava")
         inputs = encode(processor, [Prompt("what is there?", (Image.fromarray(frames()[0]),))])
-        found |= {"model": model, "processor": processor, "inputs": inputs}
+        found |= {"model": model, "processor": processor, "inputs": inputs, "image": Image.fromarray(frames()[0])}
     if "video_model" in text:
         found["video_model"], found["video_processor"] = loaded("mini-qwen-vl")
         found["frames"] = frames()

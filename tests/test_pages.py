@@ -279,7 +279,7 @@ def test_the_table_has_the_best_row_first() -> None:
     assert "- `sttm:0.5`: It is for clips." in lines and "bfloat16, a CPU (x86-64), threads 2, torch 2.14" in text
 
 
-@pytest.mark.parametrize("option", ["--questions", "--batch-size", "--threads"])
+@pytest.mark.parametrize("option", ["--questions", "--batch-size", "--threads", "--jobs"])
 def test_the_benchmark_refuses_no_questions(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["pages.py", "--out", str(tmp_path / "out.json"), option, "0"])
-    refused(bench.main, "--questions, --batch-size and --threads must be 1 or more")
+    refused(bench.main, "--questions, --batch-size, --threads and --jobs must be 1 or more")

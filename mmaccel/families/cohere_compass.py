@@ -14,6 +14,7 @@ class CohereCompass(Qwen3VL):
     name = "cohere_compass"
     model_types = ("cohere_compass",)
     since = "5.24"
+    halves = False
     no_return = "has layers of two RoPEs"
 
     def rope_kind(self, layer: int) -> str:

@@ -23,6 +23,7 @@ class Step37(Family):
     tower_names = {"image": "vision_model"}
     usual_std = CLIP_STD
     layers_path = ""
+    halves = False
     no_return = "has layers of two RoPEs"
 
     def cells_of(self, views: Tensor) -> int:

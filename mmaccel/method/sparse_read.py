@@ -145,7 +145,7 @@ class ReadingPolicy(Policy):
 
     @property
     def groups_by(self) -> GroupsBy | None:
-        """What :attr:`KeyUnits.group` tells apart; None if it is not needed."""
+        """The kind of groups that :attr:`KeyUnits.group` tells apart; None if it is not needed."""
         return None
 
     @property

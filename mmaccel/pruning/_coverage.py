@@ -14,7 +14,7 @@ WINDOW = 4096
 #: the share of the largest gain below which a gain is rounding
 _NOISE = 1e-12
 #: the share of the best worth, or of the largest that one row adds, by which two may differ and still be a tie
-_TIE = 1e-6
+_TIE = 2e-6
 
 
 def covering(

@@ -50,7 +50,7 @@ class Left(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What the channels of a head are mapped by before they are coded, or after.
+    """A map of the channels of a head before they are coded, or after.
 
     factor : ``[B Hkv, D]``, by which each is multiplied. rotation : ``[D, D]`` float32. None for none.
     """

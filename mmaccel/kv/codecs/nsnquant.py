@@ -82,8 +82,8 @@ class NSNQuant(Codec):
 
 
 def shifted(tokens: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Of pages ``tokens [N, page, D]`` float32, zero behind their ``count [N]`` tokens, the root mean square of every token,
-    ``[N, page, 1]``, and the mean of the tokens that are divided by it, ``[N, 1, D]``."""
+    """Root mean square of every token, ``[N, page, 1]``, and the mean of the tokens that are divided by it, ``[N, 1, D]``, of
+    pages ``tokens [N, page, D]`` float32, zero behind their ``count [N]`` tokens."""
     length = tokens.square().mean(-1, keepdim=True).sqrt()
     mean = (tokens / torch.where(length > 0, length, 1.0)).sum(1, keepdim=True) / count[:, None, None]
     return length, mean

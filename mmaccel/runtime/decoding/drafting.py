@@ -86,7 +86,7 @@ class Copying:
             drafter.draft(text, 0)
 
     def text(self, number: int, row: Row) -> list[int]:
-        """What the drafter of a row sees of it; a list that grows."""
+        """The tokens of a row that its drafter sees; a list that grows."""
         text = self.texts[number]
         text += row.tokens[self.taken[number] :]
         self.taken[number] = len(row.tokens)

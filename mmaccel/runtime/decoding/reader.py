@@ -103,7 +103,7 @@ class Reader:
 
     @property
     def together(self) -> str:
-        """Why all rows of a batch keep as many tokens as the one that keeps the fewest; empty if they do not."""
+        """The reason why all rows of a batch keep as many tokens as the one that keeps the fewest; empty if they do not."""
         if self.ragged or self.recurrent or self.cache is None or len(self.ids) < 2:
             return ""
         if state_of(self.cache) is not None:
