@@ -187,6 +187,7 @@ ANSWERS = {
     "answers-pictures": "one picture",
     "answers-pictures-deep": "one picture",
     "answers-pictures-qwen": "one picture",
+    "answers-pictures-smol": "one picture, read by a real language model",
     "answers-documents": "a document",
     "answers-several": "two pictures",
     "answers-clips": "clips of 16 frames",
