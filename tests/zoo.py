@@ -1881,6 +1881,8 @@ _RELEASE = int(transformers.__version__.split(".")[1])
 if _RELEASE < 24:
     # its processor failed on clips
     del _TABLE["cosmos3_edge"]
+    # these are newer
+    del _TABLE["cohere_compass"], _TABLE["step3p7"], _TABLE["apertus1p5"], _TABLE["kimi_k25"]
 if _RELEASE < 23:
     # one came with 5.2x, the other was laid out otherwise
     del _TABLE["hyperclovax_vision_v2"], _TABLE["exaone4_5"]
