@@ -68,14 +68,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tqdm(total=len(batches) * len(options.tasks) * len(options.drafters), unit="pair") as bar:
         for drafter in options.drafters:
             for task in options.tasks:
-                handle = accelerate_vlm(model, "none", lossless=True, lookup=drafter)
+                accelerate_vlm(model, "none", lossless=True, lookup=drafter)
                 for number, (one,) in enumerate(batches):
                     inputs = prompt(model, processor, one, task)
                     if task == "others":
                         model.generate(**inputs, max_new_tokens=LONGEST, do_sample=False)
                     rows.setdefault((task, drafter), []).append(pair(model, inputs, number % 2 == 1))
                     bar.update()
-                handle.remove()
+                model.mmaccel.remove()
     return {
         "rows": [{"task": task, "drafter": drafter, **summary(found)} for (task, drafter), found in rows.items()],
         "questions": options.questions,
