@@ -297,18 +297,25 @@ def test_pages_say_what_both_grounds_say() -> None:
     small, real = method_pages.accuracy("snapkv").split("### A real language model\n\n")
     same = method_pages.record("answers-pictures-deep")["rows"]["snapkv:0.1"]["kept"]
     assert f"| one picture | mini-llava-deep | 10% | {sum(same) / len(same):.1%} | {len(same)} |" in small
-    lines = [line.split(" | ") for line in real.splitlines() if line.startswith("| ")]
+    pictures, documents = (method_pages.record(f"answers-{kind}")["rows"] for kind in ("pictures-smol", "documents"))
+    same = pictures["snapkv:0.1"]["kept"]
+    assert f"| one picture | mini-smol | 10% | {sum(same) / len(same):.1%} | {len(same)} |" in real
+    assert "| a document | mini-smol |" in method_pages.accuracy("keydiff") and "mini-smol" not in small
+    lines = [line.split(" | ") for line in method_pages.pages_read("snapkv").splitlines() if line.startswith("| ")]
     at = lines[0].index("kvpress snapkv 10% |")
     assert [line[at].removesuffix(" |") for line in lines[1:]] == [
         f"{sum(right) / 36:.1%} of 36",
         *(f"{count} of 4" for count in right),
     ]
-    assert real.startswith("**snapkv at 25% kept") and method_pages.pages_read("d2o").startswith("**d2o at 25% kept")
-    assert "**" not in method_pages.pages_read("keydiff")
+    assert real.startswith("**snapkv at 25% kept") and "**document at 10% kept" in method_pages.accuracy("document")
+    assert "**" not in method_pages.accuracy("keydiff")
     for name in method_pages.own():
         small, real = method_pages.accuracy(name).split("### A real language model")
-        assert ("\n| " in real) == any(title.partition(":")[0] == name for title in rows), name
-        assert ("\n| " in real) != ("Not measured on" in real), name
+        read = method_pages.pages_read(name)
+        assert ("\n| " in f"\n{read}") == any(title.partition(":")[0] == name for title in rows), name
+        assert ("\n| " in f"\n{read}") != ("Not measured on" in read) and real.endswith(read), name
+        measured = any(title.partition(":")[0] == name for title in (*pictures, *documents) if "+" not in title)
+        assert ("| mini-smol |" in real) == measured, name
         assert ("\n| " in small) != ("Not measured yet" in small), name
 
 

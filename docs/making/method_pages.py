@@ -187,11 +187,14 @@ ANSWERS = {
     "answers-pictures": "one picture",
     "answers-pictures-deep": "one picture",
     "answers-pictures-qwen": "one picture",
-    "answers-pictures-smol": "one picture, read by a real language model",
-    "answers-documents": "a document",
     "answers-several": "two pictures",
     "answers-clips": "clips of 16 frames",
     "answers-long-clips": "clips of 48 frames",
+}
+#: the same of the shipped model around a real language model
+ANSWERS_REAL = {
+    "answers-pictures-smol": "one picture",
+    "answers-documents": "a document",
 }
 
 
@@ -200,8 +203,10 @@ def accuracy(name: str) -> str:
     return "\n\n".join(
         [
             "### Small models",
-            "\n\n".join(filter(None, [compared(name), same_answers(name)])) or NOT_MEASURED,
+            "\n\n".join(filter(None, [compared(name), same_answers(name, ANSWERS)])) or NOT_MEASURED,
             "### A real language model",
+            *[f"**{sentence}.**" for recipe, _, sentence in losses() if recipe.name == name],
+            *filter(None, [same_answers(name, ANSWERS_REAL)]),
             pages_read(name),
         ]
     )
@@ -227,10 +232,10 @@ def compared(name: str) -> str:
     )
 
 
-def same_answers(name: str) -> str:
-    """Answers of the small models that stay the same."""
+def same_answers(name: str, tables: dict[str, str]) -> str:
+    """Answers of shipped models that stay the same, by the tables in ``benchmarks/results`` and what they ask about."""
     rows = [["questions about", "model", "kept", "same answers", "of"]]
-    for source, about in ANSWERS.items():
+    for source, about in tables.items():
         found = record(source)
         for title, row in found["rows"].items():
             known, _, share = title.partition(":")
@@ -244,7 +249,7 @@ def same_answers(name: str) -> str:
 
 
 def pages_read(name: str) -> str:
-    """Right answers of a real language model about pages of text, ours and those of kvpress, and a warning about losses."""
+    """Right answers of a real language model about pages of text, ours and those of kvpress."""
     found = record("pages-cpu")
     kinds = list(found["rows"]["none"]["kinds"])
     columns = [["", "right answers", *kinds]]
@@ -261,12 +266,11 @@ def pages_read(name: str) -> str:
             "Not measured on [pages](../results/pages.md), which ask for recipes of the cache and the language model."
         )
     bare = found["rows"]["none"]["kinds"].values()
-    warnings = [f"**{sentence}.**" for recipe, _, sentence in losses() if recipe.name == name]
     about = (
         f"Questions about [pages](../results/pages.md) of 576 tokens, SmolLM2-135M-Instruct; the full model answers "
         f"{sum(pair['right'] for pair in bare)} of {sum(pair['asked'] for pair in bare)} right."
     )
-    return "\n\n".join([*warnings, table(list(zip(*columns, strict=True))), about])
+    return f"{table(list(zip(*columns, strict=True)))}\n\n{about}"
 
 
 def budget(retain: float | None) -> str:
