@@ -49,6 +49,8 @@ SMALL = {
     "mini-qwen-vl, clips": "answers-clips",
 }
 RIGHT = "mini-llava-recipes"
+#: kept answers of the shipped model around a real language model, in the same form
+SEEING = {"mini-smol, pictures": "answers-pictures-smol", "mini-smol, documents": "answers-documents"}
 #: right answers of the real language model, and those to other questions with other options
 REAL, SETTINGS = "pages-cpu", "pages-settings-cpu"
 
@@ -121,11 +123,28 @@ def grounds() -> str:
     return f"{markdown(lines)}\n\nOther options: `{about['command']}`, {about['date']}; not all rows were asked all."
 
 
+def seeing() -> str:
+    """Kept answers of small models beside those of the model around a real language model, for all recipes with a budget that
+    both were asked about pictures, those first that differ most from the first small model."""
+    small = [shares(name) for name in list(SMALL.values())[:2]]
+    real = [dict(shares(name)) for name in SEEING.values()]
+    for one in real:
+        # of a picture it is that rule, and so it is called in the older tables
+        one |= {title.replace("balanced", "spacetime"): share for title, share in one.items()}
+    lines = [["recipe", "budget", *list(SMALL)[:2], *SEEING, "difference"]]
+    for title in sorted((title for title in real[0] if title in small[0]), key=lambda title: real[0][title] - small[0][title]):
+        name, _, budget = title.partition(":")
+        if budget:
+            known = [percent(one[title]) if title in one else "" for one in (*small, *real)]
+            lines.append([f"`{name}`", budget, *known, f"{100 * (real[0][title] - small[0][title]):+.0f}"])
+    return markdown(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--update", type=Path, metavar="PAGE", help="write the tables between the marks of this page")
     args = parser.parse_args()
-    for name, text in {"negative": table(), "grounds": grounds()}.items():
+    for name, text in {"negative": table(), "grounds": grounds(), "seeing": seeing()}.items():
         print(text, end="\n\n")
         if args.update:
             put_between(args.update, name, text)

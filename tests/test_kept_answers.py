@@ -142,7 +142,7 @@ def _question(number):
 
 def test_the_page_says_what_the_results_say():
     page = (ROOT / "docs" / "results" / "negative.md").read_text(encoding="utf-8")
-    for name, table in (("negative", negative.table), ("grounds", negative.grounds)):
+    for name, table in (("negative", negative.table), ("grounds", negative.grounds), ("seeing", negative.seeing)):
         assert f"<!-- {name} -->\n{table()}\n<!-- /{name} -->" in page, name
 
 
