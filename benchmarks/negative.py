@@ -132,7 +132,9 @@ def seeing() -> str:
         # of a picture it is that rule, and so it is called in the older tables
         one |= {title.replace("balanced", "spacetime"): share for title, share in one.items()}
     lines = [["recipe", "budget", *list(SMALL)[:2], *SEEING, "difference"]]
-    for title in sorted((title for title in real[0] if title in small[0]), key=lambda title: real[0][title] - small[0][title]):
+    for title in sorted(
+        (title for title in real[0] if title in small[0]), key=lambda title: real[0][title] - small[0][title]
+    ):
         name, _, budget = title.partition(":")
         if budget:
             known = [percent(one[title]) if title in one else "" for one in (*small, *real)]
