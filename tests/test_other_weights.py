@@ -17,6 +17,7 @@ from torch import nn
 
 from mmaccel import MmaccelError, Stage, accelerate_vlm, accelerated
 from mmaccel.cli.ask import SHIPPED
+from mmaccel.runtime.decoding import drafting
 from mmaccel.suite import make_item
 
 #: by choice, what reads weights or states in a way of its own: in the tower, before and inside the language model, in the cache
@@ -203,14 +204,18 @@ def test_a_rule_that_reads_quantised_weights_is_refused() -> None:
         accelerate_vlm(quantised("int8"), "criticalkv")
 
 
+def adapted() -> Any:
+    """A tiny model with LoRA beside its weights."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=["q_proj", "k_proj", "v_proj", "up_proj"], r=4, init_lora_weights=False)
+    return peft.get_peft_model(zoo.model("llava"), config).eval()
+
+
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_adapters_are_what_they_are_when_merged(recipe: str) -> None:
     """LoRA beside the weights, in them, and switched off."""
-    peft = pytest.importorskip("peft")
-    feed, how = inputs("llava", "uneven"), RECIPES[recipe]
-    torch.manual_seed(0)
-    config = peft.LoraConfig(target_modules=["q_proj", "k_proj", "v_proj", "up_proj"], r=4, init_lora_weights=False)
-    outer = peft.get_peft_model(zoo.model("llava"), config).eval()
+    feed, how, outer = inputs("llava", "uneven"), RECIPES[recipe], adapted()
     merged = copy.deepcopy(outer).merge_and_unload()
     with accelerated(merged, how):
         wanted = logits(generate(merged, feed))
@@ -223,3 +228,34 @@ def test_adapters_are_what_they_are_when_merged(recipe: str) -> None:
     with outer.disable_adapter():
         close(logits(generate(outer, feed)), bare)
     close(logits(generate(outer, feed)), wanted)
+
+
+def on_disk(folder: Path) -> Any:
+    """The shipped ``mini-llava``, of whose layers all but one are on disk, and are fetched for every forward."""
+    pytest.importorskip("accelerate")
+    parts = ["vision_tower", "multi_modal_projector", *(f"language_model.{one}" for one in ("embed_tokens", "norm"))]
+    placed: dict[str, str] = {f"model.{part}": "cpu" for part in [*parts, "language_model.rotary_emb"]}
+    layers = transformers.AutoConfig.from_pretrained(SHIPPED).text_config.num_hidden_layers
+    placed |= {f"model.language_model.layers.{n}": "disk" if n else "cpu" for n in range(layers)} | {"lm_head": "cpu"}
+    return transformers.AutoModelForImageTextToText.from_pretrained(
+        SHIPPED, dtype=torch.float32, device_map=placed, offload_folder=folder
+    ).eval()
+
+
+@pytest.mark.parametrize("draft", [{"lookup": True}, {"draft": "self"}, {"draft": [2, 3]}], ids=str)
+@pytest.mark.parametrize("kind", ["int8", "bnb-4bit", "bnb-8bit", "lora", "disk"])
+def test_drafts_change_no_answer(
+    kind: str, draft: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor where a block of tokens runs through layers that somebody else has put in, or fetches."""
+    # drafts are asked for in every block
+    monkeypatch.setattr(drafting, "best_length", lambda rate, price, costs, most: (min(5, most), 2.0))
+    one = adapted() if kind == "lora" else on_disk(tmp_path) if kind == "disk" else quantised(kind)
+    feed, how = (inputs("llava", "uneven") if kind == "lora" else asked()), {"new": 40, "eos_token_id": 1 << 20}
+    bare = generate(one, feed, **how).sequences
+    accelerate_vlm(one, "divprune", retain=0.2, lossless=True, **draft)
+    out = generate(one, feed, **how).sequences
+    drafted = one.mmaccel.stats().drafting
+    one.mmaccel.remove()
+    assert torch.equal(out, bare) and 0 < drafted["accepted"] <= drafted["drafted"]
+    assert drafted["verifications"] < 39

@@ -33,6 +33,8 @@ from mmaccel.runtime.decoding.model_draft import ModelDraft
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 NEW = 28
+#: lengths of answers
+LENGTHS = [NEW, pytest.param(200, marks=pytest.mark.full)]
 # by choice: before the language model, inside it, an eviction, a schedule, a codec, sparse reads, a merger
 DRAFTING = ("divprune", "fastv", "snapkv", "h2o", "kivi", "quest", "spacetime")
 # by choice: one of every kind whose cache is cut back, and stays as the prompt has left it
@@ -139,7 +141,8 @@ def told(feed: Any, out: Tensor) -> list[list[int]]:
 
 def differ_at_a_tie(tiny: Any, feed: Any, out: Tensor, bare: Tensor) -> bool:
     """Whether every row differs first where two tokens are as likely as float32 can tell."""
-    logits = generate(tiny, feed, return_dict_in_generate=True, output_logits=True).logits
+    new = bare.shape[1] - feed["input_ids"].shape[1]
+    logits = generate(tiny, feed, max_new_tokens=new, return_dict_in_generate=True, output_logits=True).logits
     for row, (mine, its) in enumerate(zip(told(feed, out), told(feed, bare), strict=True)):
         place = next((n for n, pair in enumerate(zip(mine, its, strict=True)) if len(set(pair)) > 1), None)
         if place is not None:
@@ -167,25 +170,28 @@ def test_a_row_that_ends_inside_a_long_path_leaves_the_others_their_trees(
     assert torch.equal(out, bare) and figures["accepted"] > 5
 
 
+@pytest.mark.parametrize("new", LENGTHS)
 @pytest.mark.parametrize("kind", ["image", "uneven", "video"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_answers_as_without_drafts(family: str, kind: str, liar: type[Liar], monkeypatch: Any) -> None:
+def test_every_family_answers_as_without_drafts(
+    family: str, kind: str, new: int, liar: type[Liar], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pictures, padded batches, clips; drafts that are partly right in every block, so that rows part and meet again."""
     if kind not in zoo.kinds(family):
         pytest.skip("takes no clips")
     tiny, feed = zoo.model(family), zoo.inputs(family, kind)
-    bare = generate(tiny, feed)
+    bare = generate(tiny, feed, max_new_tokens=new)
     monkeypatch.setattr(liar, "truth", told(feed, bare))
     monkeypatch.setattr(liar, "plan", "mixed")
     with accelerated(tiny, "divprune", retain=0.3, lossless=True, lookup="liar", processor=zoo.processor(family)):
-        out, stats = generate(tiny, feed), tiny.mmaccel.stats()
+        out, stats = generate(tiny, feed, max_new_tokens=new), tiny.mmaccel.stats()
         states = tiny.mmaccel.family.stateful
     assert torch.equal(out, bare) or differ_at_a_tie(tiny, feed, out, bare)
     assert 0 < stats.drafting["accepted"] < stats.drafting["drafted"]
     # a recurrent state may lack the last tokens, which are read at the end
     assert 0 <= stats.decode_steps - stats.drafting["verifications"] <= states
-    assert stats.drafting["verifications"] < NEW - 5
-    assert stats.drafting["tokens"] == NEW * len(bare)
+    assert stats.drafting["verifications"] < new - 5
+    assert stats.drafting["tokens"] == new * len(bare)
 
 
 @pytest.mark.parametrize("draft", ["copies", "layers", "model"])
@@ -524,18 +530,22 @@ def test_a_bad_draft_changes_nothing(plan: str, liar: type[Liar], monkeypatch: p
     assert any("no draft today" in note for note in stats.notes) == (plan == "error")
 
 
-@pytest.mark.parametrize("family", SHORT)
-def test_second_turns(family: str, liar: type[Liar], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "new"),
+    [*((one, NEW) for one in SHORT), *(pytest.param(one, 200, marks=pytest.mark.full) for one in FAMILIES)],
+)
+def test_second_turns(family: str, new: int, liar: type[Liar], monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache that comes back goes on as that of plain decoding does."""
     tiny, feed = zoo.model(family), zoo.inputs(family)
-    first = generate(tiny, feed, return_dict_in_generate=True)
+    many = {"max_new_tokens": new, "return_dict_in_generate": True}
+    first = generate(tiny, feed, **many)
     words = torch.randint(10, 50, (1, 9), generator=torch.Generator().manual_seed(1))
     follow = torch.cat([first.sequences, words], 1)
     wanted = generate(tiny, {"input_ids": follow}, past_key_values=first.past_key_values)
     monkeypatch.setattr(liar, "truth", told(feed, first.sequences))
     monkeypatch.setattr(liar, "plan", "mixed")
     with accelerated(tiny, "divprune", lossless=True, lookup="liar"):
-        once = generate(tiny, feed, return_dict_in_generate=True)
+        once = generate(tiny, feed, **many)
         assert torch.equal(once.sequences, first.sequences)
         monkeypatch.setattr(liar, "truth", [wanted[0, follow.shape[1] :].tolist()])
         again = generate(tiny, {"input_ids": follow}, past_key_values=once.past_key_values)

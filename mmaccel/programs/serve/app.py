@@ -371,4 +371,6 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 def _figures(answer: Answer, first: float) -> dict[str, Any]:
     names = ("recipe", "visual_tokens", "visual_tokens_kept", "kv_bytes", "kv_bytes_bare", "notes", "fallback")
-    return {name: answer.stats[name] for name in names} | {"time_to_first_token": first}
+    # not who drafted every single token
+    drafting = {name: x for name, x in answer.stats["drafting"].items() if name != "drafted_by"}
+    return {name: answer.stats[name] for name in names} | {"drafting": drafting, "time_to_first_token": first}

@@ -34,6 +34,8 @@ class Metrics:
         self.prefix_hits = make(Counter, "_prefix_cache_hits", "Answers that continued a kept cache.")
         self.prefix_misses = make(Counter, "_prefix_cache_misses", "Answers that continued none.")
         self.generated_tokens = make(Counter, "_generated_tokens", "Tokens of all answers.")
+        self.drafted_tokens = make(Counter, "_drafted_tokens", "Tokens that were drafted, and verified by the model.")
+        self.accepted_tokens = make(Counter, "_accepted_tokens", "Those of them that the model accepted.")
         self.kv_bytes = make(Histogram, "_kv_bytes", "Bytes of the KV cache at the end of an answer.", buckets=_BYTES)
         first = "Seconds from the arrival of a request, waiting and decoding of media included."
         self.first_token = make(Histogram, "_time_to_first_token_seconds", first, buckets=_SECONDS)
@@ -66,6 +68,9 @@ class Metrics:
         self.reused_tokens.inc(answer.reused)
         (self.prefix_hits if answer.reused else self.prefix_misses).inc()
         self.generated_tokens.inc(answer.new_tokens)
+        drafting = answer.stats["drafting"]
+        self.drafted_tokens.inc(drafting.get("drafted", 0))
+        self.accepted_tokens.inc(drafting.get("accepted", 0))
         self.kv_bytes.observe(answer.stats["kv_bytes"])
         self.first_token.observe(first)
         if answer.rate is not None:
