@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("vllm.config")
 
+import both_ways
 import internvl_chat
 import tiny
 import zoo
@@ -26,6 +27,7 @@ SIMPLE = (
     "qwen2_5_vl",
     "qwen3_vl_moe",
     "glm4v",
+    "glm4v_moe",
     "llava",
     "llava_next_video",
     "mistral3",
@@ -43,6 +45,34 @@ def test_answers_of_transformers(family: str, recipe: str, retain: float, models
         for kind in tiny.kinds(family):
             rows = tiny.rows(family, kind)
             assert tiny.served(llm, family, rows) == tiny.expected(family, rows, recipe, retain=retain), kind
+
+
+@pytest.mark.parametrize("family, recipe, retain", [("gemma3", *recipe) for recipe in RECIPES])
+def test_kept_tokens_of_a_picture_attend_to_each_other_both_ways(
+    family: str, recipe: str, retain: float, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranges = both_ways.patch(monkeypatch)
+    settings = {"recipe": recipe, "retain": retain, "positions": "paper"}
+    with tiny.engine(tiny.folder(family, models), settings, **both_ways.WHOLE) as llm:
+        for kind in tiny.kinds(family):
+            rows = tiny.rows(family, kind)
+            want = tiny.expected(family, rows, recipe, retain=retain, positions="paper")
+            assert tiny.served(llm, family, rows) == want, kind
+    # both pictures of a prompt, reduced from 16 tokens each
+    assert [1 + last - first for first, last in ranges] == [round(16 * retain)] * 2
+
+
+def test_crops_are_refused_where_text_between_them_would_see_what_follows(models: Path) -> None:
+    settings = {"recipe": "divprune", "retain": 0.25, "positions": "paper"}
+    crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 2}
+    wide = ([zoo.image(96, 32, 0)], [], zoo.QUESTION)
+    with tiny.engine(tiny.folder("gemma3", models), settings) as llm:
+        with pytest.raises(ValueError, match="do_pan_and_scan=False"):
+            tiny.served(llm, "gemma3", [wide], **crops)
+        rows = tiny.rows("gemma3", "image")
+        assert len(tiny.served(llm, "gemma3", rows)) == len(rows)
+    with tiny.engine(tiny.folder("gemma3", models), {"recipe": "none"}) as llm:
+        assert len(tiny.served(llm, "gemma3", [wide], **crops)) == 1
 
 
 @pytest.mark.parametrize("recipe, retain", [("none", None), ("divprune", 0.25), ("visionzip", 0.3)])

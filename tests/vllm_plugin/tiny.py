@@ -50,13 +50,18 @@ zoo._TABLE["llava_next_video"] = dataclasses.replace(
 )
 
 
+zoo._TABLE["gemma3"] = dataclasses.replace(zoo._TABLE["gemma3"], extra_tokens=("\n\n", "\n\n\n", "\n\n\n\n"))
+
+
 def _overrides(family: str) -> dict[str, Any]:
     if family in ("pixtral", "mistral3"):
         return {**WIDE, "head_dim": 32}
-    if family == "glm4v":
+    if family in ("glm4v", "glm4v_moe", "glm_ocr"):
         # without the bias, which all published models have, vLLM leaves out what transformers always adds
         half = {**SECTIONS, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}
-        return {**WIDE, "rope_parameters": half, "attention_bias": True}
+        return {**WIDE, "rope_parameters": half, "attention_bias": True, "head_dim": 32, "use_qk_norm": False}
+    if family == "gemma3":
+        return {**WIDE, "head_dim": 32, "query_pre_attn_scalar": 32}
     if not family.startswith("qwen"):
         return WIDE
     rope = {**SECTIONS, "mrope_interleaved": True} if family.startswith("qwen3") else SECTIONS
@@ -153,7 +158,7 @@ def prompt(family: str, row: Row, **processing: Any) -> dict[str, Any]:
     if pictures:
         media["image"] = pictures
     if clips:
-        stamped = family in ("qwen2_5_vl", "glm4v") or family.startswith("qwen3")
+        stamped = family == "qwen2_5_vl" or family.startswith(("qwen3", "glm"))
         media["video"] = [(one, _metadata(one)) if stamped else one for one in clips]
     return {
         "prompt": zoo.tokenizer(family).apply_chat_template(zoo.messages(*row), **template),

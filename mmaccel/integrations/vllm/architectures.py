@@ -143,7 +143,8 @@ def _sized(family: Any, modality: Modality, arguments: Arguments) -> list[Pictur
 
 
 def _tiled(family: Any, modality: Modality, arguments: Arguments) -> list[Picture]:
-    """Split pictures of Idefics3 and SmolVLM by their numbers of tiles, the whole picture last."""
+    """Split pictures by their numbers of tiles: those of Idefics3 and SmolVLM, the whole picture last, and of Gemma 3, where it
+    comes first."""
     return consecutive([[(1, family.cells, family.cells)] * count for count in arguments["num_patches"].tolist()])
 
 
@@ -166,7 +167,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2_5_VLForConditionalGeneration": Architecture(_BOTH, "visual.blocks", _GRIDS),
     "Qwen3VLForConditionalGeneration": Architecture(_BOTH, "visual.blocks", _GRIDS),
     "Qwen3VLMoeForConditionalGeneration": Architecture(_BOTH, "visual.blocks", _GRIDS),
-    "Glm4vForConditionalGeneration": Architecture(_BOTH, "visual.blocks", _GRIDS, tapped=False),
+    **dict.fromkeys(
+        ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"),
+        Architecture(_BOTH, "visual.blocks", _GRIDS, tapped=False),
+    ),
     "LlavaForConditionalGeneration": Architecture(
         {"image": "pixel_values"}, _NESTED, rename=_clip_tower, pictures=_sized
     ),
@@ -189,5 +193,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     **dict.fromkeys(
         ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
         Architecture({"image": "pixel_values"}, "model.vision_model.encoder.layers", _PARTS, pictures=_tiled),
+    ),
+    "Gemma3ForConditionalGeneration": Architecture(
+        {"image": "pixel_values"},
+        _NESTED,
+        {"pixel_values": "num_patches"},
+        rename=_clip_tower,
+        pictures=_tiled,
     ),
 }

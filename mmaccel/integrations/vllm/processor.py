@@ -142,6 +142,7 @@ class ReducedProcessor:
             data = torch.tensor([*asked, before, total])
             item[FIELD] = MultiModalFieldElem(data=data, field=MultiModalBatchedField(keep_on_cpu=True))
             if self._apart(update.modality, visual):
+                self._check_one_way(update.modality)
                 apart = torch.stack([full, visual.long()])
                 item[APART] = MultiModalFieldElem(data=apart, field=MultiModalBatchedField(keep_on_cpu=True))
                 length = len(full) - before + total
@@ -163,6 +164,14 @@ class ReducedProcessor:
         places = visual.nonzero()[:, 0]
         between = int(places[-1] - places[0]) + 1 != len(places)
         return self.plan.reduces and (between or (modality == "video" and not bool(visual.all())))
+
+    def _check_one_way(self, modality: Modality) -> None:
+        """Refuse text inside an item where placeholders attend to each other both ways."""
+        if self.info.ctx.model_config.is_mm_prefix_lm:
+            raise UnsupportedError(
+                "Visual tokens of this model attend to each other both ways, and vLLM would let text between them do so too; "
+                f"send a {modality} without text inside, such as a picture with do_pan_and_scan=False."
+            )
 
     def _total(self, modality: Modality, item: Any, before: int, budget: Budget) -> int:
         """Number of kept tokens of an item with ``before`` tokens."""
