@@ -61,11 +61,12 @@ KINDS = {
     "several": ("mini-llava", ("comparison",)),
     "documents": ("mini-smol", DOCUMENT_TASKS),
     "pictures-smol": ("mini-smol", PICTURES),
+    "several-smol": ("mini-smol", ("comparison",)),
 }
 #: frames of a clip; the model was trained on clips of up to 16
 FRAMES = {"clips": 16, "long-clips": 48}
 #: pixels along a side of pictures and frames, where these are not 112
-SIDES = {"pictures-deep": 160, "documents": 200, "pictures-smol": 200}
+SIDES = {"pictures-deep": 160, "documents": 200, "pictures-smol": 200, "several-smol": 200}
 
 #: the share of answers below which reading falls
 HOLDS = 0.95
@@ -197,7 +198,7 @@ _TOGETHER = (
 
 def titles(kind: str) -> list[str]:
     """The rows of a table, first what says most."""
-    if kind in ("documents", "pictures-smol"):
+    if KINDS[kind][0] == "mini-smol":
         named = [f"{name}:{budget}" for budget in (0.25, 0.5, 0.1) for name in _ON_DOCUMENTS]
         own = [f"document:{budget}" for budget in (0.5, 0.25, 0.1)] if kind == "documents" else []
         return ["none", *own, "fp8", "think", *named, *_SHOWN_AGAIN]

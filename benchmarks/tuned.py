@@ -1,11 +1,11 @@
 """Does a searched recipe keep more answers than every fixed one at the same cost?
 
 Searches a recipe for a shipped model with ``mmaccel.tune`` on questions of the split ``val``, then asks it, and every recipe
-of the registry with one budget, questions that nothing was trained, searched or chosen on. Each fixed recipe gets the budget at
-which as many visual tokens are in a decoder layer, mean over the layers, as with the searched one, or the next more where a
-picture has too few tokens for that; what cannot be had at that cost is left out. All are asked the same questions, and compared
-one by one with an exact sign test. Results are written after every recipe, and the same command goes on where it was;
-``--show`` makes the table from the JSON.
+of the registry with one budget (or of ``--recipes``, for a model that takes long), questions that nothing was trained, searched
+or chosen on. Each fixed recipe gets the budget at which as many visual tokens are in a decoder layer, mean over the layers, as
+with the searched one, or the next more where a picture has too few tokens for that; what cannot be had at that cost is left
+out. All are asked the same questions, and compared one by one with an exact sign test. Results are written after every recipe,
+and the same command goes on where it was; ``--show`` makes the table from the JSON.
 
     python benchmarks/tuned.py pictures --keep 0.95 --questions 120 --out benchmarks/results/tuned-pictures.json \\
         --update docs/results/tuned.md
@@ -22,12 +22,11 @@ from typing import Any
 import torch
 from answers import FRAMES, KINDS, SIDES, asked, sign_test, write
 from folding import folded, share
-from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from mmaccel import load
 from mmaccel.accelerate.tuned import fingerprint
 from mmaccel.cli.shared.measure import percent
 from mmaccel.cli.shared.text import put_between
-from mmaccel.core.shipped_models import located
 from mmaccel.errors import MmaccelError
 from mmaccel.programs.bench import provenance
 from mmaccel.programs.evaluate import Question, ask_suite, batches
@@ -51,9 +50,7 @@ def questions(kind: str, count: int) -> list[Question]:
 def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
     """Search, then ask; ``report`` is filled and written after each recipe."""
     torch.set_num_threads(args.threads)
-    folder = located(report["model"])
-    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
-    processor = AutoProcessor.from_pretrained(folder)
+    model, processor = load(report["model"], device="cpu", dtype=args.dtype)
     if report.setdefault("fingerprint", fingerprint(model)) != fingerprint(model):
         raise MmaccelError(f"{args.out} was measured with another model; give another --out.")
     if "recipe" not in report:
@@ -63,6 +60,7 @@ def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
             questions(args.kind, args.samples),
             keep=args.keep,
             goal="tokens",
+            recipes=args.recipes,
             trials=args.trials,
             out=args.out.with_suffix(".recipe.json"),
             progress=lambda what, done, of: print(f"\r{what} {done}/{of}", end="", flush=True),
@@ -77,7 +75,8 @@ def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
     ]
     ask(report, "tuned", get_recipe(Recipe.from_json(report["recipe"])), answered, args.out)
     cost = Measurement.of(report["rows"]["tuned"]).share("tokens")
-    for name, fixed in recipes().items():
+    for name in args.recipes or recipes():
+        fixed = get_recipe(name)
         if fixed.primary is None or name in report["rows"] or name in report["refused"]:
             continue
         try:
@@ -119,9 +118,9 @@ def table(report: dict[str, Any]) -> str:
         p = sign_test(more, fewer)
         lines.append(line(f"`{name}`", seen, f"{more}, {fewer}: " + (f"p {p:.2g}" if p < 0.05 else "may be chance")))
     others = (
-        f"{max(0, len(best) - _SHOWN)} other recipes kept fewer; {len(report['refused'])} cannot be had at this cost, policies "
-        "and codecs of the cache among them."
+        f"{max(0, len(best) - _SHOWN)} other recipes kept fewer; {len(report['refused'])} cannot be had at this cost"
     )
+    others += "." if report.get("recipes") else ", policies and codecs of the cache among them."
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     made = f"`{report['command']}`, {report['date']}, {report['machine']}, {versions}."
     return folded(lines, f"{len(tuned.kept)} questions, `{report['model']}`; {others} {made}")
@@ -140,6 +139,8 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=100, help="to search with (default: 100)")
     parser.add_argument("--trials", type=int, default=300, help="recipes to try (default: 300)")
     parser.add_argument("--questions", type=int, default=120, help="to compare with (default: 120)")
+    parser.add_argument("--recipes", nargs="+", help="to search among and to compare with (default: all)")
+    parser.add_argument("--dtype", default="auto", help="of the model (default: auto, on a CPU float32)")
     parser.add_argument("--batch-size", type=int, default=20, help="default: 20")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON, written and read again")
@@ -157,6 +158,7 @@ def main() -> int:
             "date": provenance.today(),
             "machine": f"a CPU ({provenance.processor()})",
             "versions": provenance.versions(),
+            "recipes": args.recipes,
         }
         run(args, report)
         write(args.out, report)

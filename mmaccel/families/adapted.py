@@ -78,7 +78,7 @@ def load_adapted(path: Path, *, dtype: str, attn: str | None) -> tuple[Any, Any]
     language, adapter = folder(), load_file(path / ADAPTER)
     changes = {name: part for name, part in adapter.items() if name.startswith(LANGUAGE)}
     others = {name: part.float() for name, part in adapter.items() if name not in changes}
-    return build_llava(
+    model, processor = build_llava(
         language,
         LlavaConfig.from_pretrained(path),
         merged(language_weights(language), changes) | others,
@@ -87,3 +87,6 @@ def load_adapted(path: Path, *, dtype: str, attn: str | None) -> tuple[Any, Any]
         attn=attn,
         chat_template=TEMPLATE,
     )
+    # where a selector and the like lie beside the weights
+    model.config._name_or_path = str(path)
+    return model, processor

@@ -22,6 +22,7 @@ from mmaccel.families import adapted, smollm2
 from mmaccel.families.load import load
 from mmaccel.families.registry import family_of
 from mmaccel.media.files import Chat, Prompt, encode
+from mmaccel.method.selector import selector_folder
 from mmaccel.programs.evaluate import Row, ask_suite, evaluate
 from mmaccel.suite import DOCUMENT_TASKS, Rng
 from mmaccel.suite.document import GLYPHS, document_cells
@@ -481,7 +482,11 @@ def test_an_exported_model_is_the_one_that_was_trained(base, tokenizer, tmp_path
 
 def test_an_adapted_model_is_loaded_and_accelerated_as_a_llava(base, tmp_path, monkeypatch):
     monkeypatch.setattr(adapted, "folder", lambda: base)
-    model, processor = load(exported(base, tmp_path), device="cpu", dtype="bfloat16")
+    folder = exported(base, tmp_path)
+    (folder / "selector").mkdir()
+    (folder / "selector" / "selector.json").touch()
+    model, processor = load(folder, device="cpu", dtype="bfloat16")
+    assert selector_folder(family_of(model)) == str(folder / "selector")
     assert type(model).__name__ == "LlavaForConditionalGeneration" and model.dtype == torch.bfloat16
     assert family_of(model).name == "llava" and not model.training
     inputs = encode(processor, [Prompt("What is the total?", (Image.new("RGB", (300, 240)),))])
