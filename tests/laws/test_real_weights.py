@@ -16,8 +16,10 @@ import oracle
 import pytest
 import torch
 import zoo
+from mmaccel_kernels.decode import decode_attention_definition, decode_attention_kernel
+from mmaccel_kernels.pack import quantise_definition, quantise_kernel
 from mmaccel_kernels.pack.naive import encode, measure
-from mmaccel_kernels.pages import Format
+from mmaccel_kernels.pages import Format, Pages, split
 from mmaccel_kernels.pages.naive import dequantise
 from torch import Tensor
 
@@ -63,8 +65,8 @@ def feed() -> Iterator[Any]:
         yield feed
 
 
-def close(got: Tensor, wanted: Tensor) -> None:
-    oracle.close(got, wanted, TOLERANCE * wanted.abs().max().item())
+def close(got: Tensor, wanted: Tensor, tolerance: float = TOLERANCE) -> None:
+    oracle.close(got, wanted, tolerance * wanted.abs().max().item())
 
 
 @pytest.mark.parametrize("name", [name for name in DROPPING if name not in DRAFTED])
@@ -115,6 +117,50 @@ def test_codes_come_back_within_half_a_step(
         else:
             inner = x.abs() < step * (1.5 if format.levels == 3 else 1)
             assert ((back - x).abs()[inner] <= step[inner] * 0.5001).all()
+
+
+@pytest.mark.parametrize(
+    ("code", "dtype", "tolerance"),
+    [("int2", torch.float32, 2e-5), ("int4", torch.bfloat16, 3e-2), ("fp8", torch.float16, 4e-3)],
+)
+def test_kernels_are_their_definitions(
+    code: str, dtype: torch.dtype, tolerance: float, stored: list[tuple[Tensor, Tensor]]
+) -> None:
+    """Packing, and attention to packed pages, of the layers with the largest key and the largest value."""
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    scales = torch.float32 if dtype == torch.float32 else torch.float16
+    for which in (0, 1):
+        keys, values = (x.to(device, dtype) for x in max(stored, key=lambda pair: pair[which].abs().max().item()))
+        heads, length, width = keys.shape
+        start, count, cu_pages = split(torch.full((heads,), length, device=device), 64)
+        planes = []
+        for x, format in ((keys, Format(code, "channel", 32)), (values, Format(code, "token", 32))):
+            given = (x.flatten(0, 1).contiguous(), start, count, format, 64, 16, scales)
+            ours, wanted = quantise_kernel(*given), quantise_definition(*given)
+            assert all(map(torch.equal, ours.tensors(), wanted.tensors()))
+            planes.append((ours,))
+        if dtype == torch.bfloat16 and device == "cpu":
+            # matrices of which Triton's interpreter multiplies as the bits of whole numbers
+            continue
+        at = torch.arange(len(count), dtype=torch.int32, device=device)
+        pages = Pages(*planes, 64, 16, count, at, at.clone(), cu_pages, heads)
+        # the last keys ask, so that one key has nearly all the attention; logits reach 30
+        query = keys[None, :, -2:].repeat_interleave(3, dim=1)
+        scaling = 30 / (query.float() @ keys.float().repeat_interleave(3, dim=0).mT).abs().max().item()
+        inputs = {
+            "query": query,
+            "keys": keys[None, :, :5],
+            "values": values[None, :, :5],
+            "flat": None,
+            "visible": None,
+        }
+        found, wanted = (
+            attend(scaling=scaling, pages=pages, **inputs)
+            for attend in (decode_attention_kernel, decode_attention_definition)
+        )
+        for ours, theirs in zip(found, wanted, strict=True):
+            close(ours.float(), theirs.float(), tolerance)
 
 
 @functools.cache
