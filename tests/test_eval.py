@@ -348,6 +348,16 @@ def test_answers_with_drafts(lossless, monkeypatch):
     assert not rows[1].figures()["drafting"] and all(row.figures()["drafting"] for row in rows[2:])
 
 
+def test_no_recipe_copies_what_another_has_answered(monkeypatch):
+    """The answers to a question are the same, and equally hard to draft for."""
+    monkeypatch.setattr(drafting, "best_length", lambda rate, price, costs, most: (min(5, most), 2.0))
+    monkeypatch.setattr(drafting, "gain_of_tree", lambda *_: 0.0)
+    rows = [Row(recipe, 0.1, {"lossless": True, "lookup": True}) for recipe in ("divprune", "uniform")]
+    asked(zoo.model("llava"), zoo.processor("llava"), questions(3), rows)
+    first, second = (row.figures()["drafting"] for row in rows)
+    assert first == second and first["drafted"] > 0
+
+
 def test_eval_with_drafts_is_another_run(folder, capsys, tmp_path):
     """The command prints and writes figures of drafts; a resumed run takes over rows of the same drafts alone."""
     argv = ["eval", "--model", folder / "llava", "--max-new-tokens", 12, "--suite", "shape", "--limit", 2]

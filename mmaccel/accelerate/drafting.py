@@ -28,7 +28,7 @@ from ..runtime.call.plan import ModelPlan
 from ..runtime.decoding.drafting import Copying, CopyingTrees, Drafting, Source
 from ..runtime.decoding.head_draft import HeadDraft
 from ..runtime.decoding.layer_skip import LayerSkip
-from ..runtime.decoding.length import Costs, best_length
+from ..runtime.decoding.length import MEMORY, Costs, Price, best_length
 from ..runtime.decoding.loop import Decoder
 from ..runtime.decoding.model_draft import ModelDraft
 from ..runtime.decoding.reader import Reader
@@ -46,12 +46,14 @@ HOPE = 0.9
 
 @dataclass(eq=False)
 class Learned:
-    """Memory of earlier calls of a model: their answers, None where no drafter copies from them, the acceptance of sources, and
-    seconds of forwards by the rows of a call."""
+    """Memory of earlier calls of a model: their answers, None where no drafter copies from them, the acceptance of sources,
+    tokens of an answer, and by the rows of a call seconds of forwards and of sources."""
 
     answers: Store | None
     acceptance: dict[str, float] = field(default_factory=dict)
+    usual: float | None = None
     costs: dict[int, Costs] = field(default_factory=dict)
+    prices: dict[int, dict[str, Price]] = field(default_factory=dict)
 
 
 class Drafts:
@@ -96,7 +98,7 @@ class Drafts:
         self.head: Any = None
         #: the drafter that copies; None without one
         self.copying = get_drafter(DEFAULT if lookup is True else lookup) if lookup else None
-        self.learned = Learned(None)
+        self.learned, self._began = Learned(None), False
 
     def __bool__(self) -> bool:
         return self.lossless or self.draft is not None or self.copying is not None
@@ -122,15 +124,16 @@ class Drafts:
                 "out lossless."
             )
 
-    def load(self, family: Family) -> Any:
+    def load(self, family: Family, recipe: Recipe) -> Any:
         """Load the smaller model that drafts for one of ``family``: the model, or None where none is wanted.
 
-        What calls have learned goes on where a program accelerates a model anew for every batch, and holds a
-        :class:`mmaccel.method.model_options.KeepLoaded`.
+        What calls have learned goes on where a program accelerates a model anew with the same ``recipe`` for every batch, and
+        holds a :class:`mmaccel.method.model_options.KeepLoaded`.
         """
-        if (copying := self.copying) is not None and self.learned.answers is None:
-            key = "drafts", id(family.model), copying, self.lossless
-            self.learned = keep(key, lambda: Learned(copying.store()))
+        if self and not self._began:
+            copying, self._began = self.copying, True
+            key = "drafts", id(family.model), repr(recipe), copying, self.skipped or self.draft, self.lossless
+            self.learned = keep(key, lambda: Learned(None if copying is None else copying.store()))
         if self.skipped:
             _check_skipped(self.skipped, family)
             return None
@@ -159,7 +162,7 @@ class Drafts:
     def forget(self) -> None:
         """Forget earlier answers, so that the same question again is no easier to draft for, and how often drafts were
         accepted."""
-        self.learned.acceptance = {}
+        self.learned.acceptance, self.learned.prices, self.learned.usual = {}, {}, None
         if self.copying is not None:
             self.learned.answers = self.copying.store()
 
@@ -227,9 +230,10 @@ class Drafts:
 
         # the first call finds out what forwards of a batch of this size cost
         rows = len(ids) if isinstance(ids := given.get("input_ids"), Tensor) else 1
-        costs = self.learned.costs.setdefault(rows, Costs())
+        learned = self.learned
+        costs, prices = learned.costs.setdefault(rows, Costs()), learned.prices.setdefault(rows, {})
         decoder = Decoder(
-            Drafting(make, forbidden, costs=costs, known=self.learned.acceptance),
+            Drafting(make, forbidden, costs=costs, prices=prices, known=learned.acceptance, usual=learned.usual),
             streamer=given.get("streamer"),
             remember=self._remember,
             kept=cache_in(given) is not None,
@@ -258,6 +262,8 @@ class Drafts:
         return False
 
     def _remember(self, answers: Sequence[Sequence[int]]) -> None:
+        usual, longest = self.learned.usual, max(map(len, answers))
+        self.learned.usual = longest if usual is None else MEMORY * usual + (1 - MEMORY) * longest
         if self.learned.answers is not None:
             for answer in answers:
                 self.learned.answers.remember(answer)

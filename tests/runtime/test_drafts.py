@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter
 from typing import Any, ClassVar
 
@@ -192,6 +193,36 @@ def test_every_family_answers_as_without_drafts(
     assert 0 <= stats.decode_steps - stats.drafting["verifications"] <= states
     assert stats.drafting["verifications"] < new - 5
     assert stats.drafting["tokens"] == new * len(bare)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", [*SHORT, "gemma3", "qwen3_5"])  # by choice: each kind of cache
+def test_in_half_precision_only_what_it_cannot_tell_apart_comes_otherwise(
+    family: str, dtype: torch.dtype, liar: type[Liar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token that differs is one that the bare model does not prefer by more than its rounding: by how much its logits
+    are off those in float32."""
+    exact, feed = zoo.model(family), zoo.inputs(family, "uneven")
+    tiny = copy.deepcopy(exact).to(dtype)
+    half = {name: x.to(dtype) if x.is_floating_point() else x for name, x in feed.items()}
+    many = {"max_new_tokens": 60, "return_dict_in_generate": True, "output_logits": True}
+    bare = generate(tiny, half, **many)
+    monkeypatch.setattr(liar, "truth", told(feed, bare.sequences))
+    monkeypatch.setattr(liar, "plan", "mixed")
+    with accelerated(tiny, "divprune", lossless=True, lookup="liar"):
+        out = generate(tiny, half, max_new_tokens=60)
+        assert tiny.mmaccel.stats().drafting["accepted"] > 0
+    start = feed["input_ids"].shape[1]
+    same_text = [oracle.Force(bare.sequences[:, start:], start)]
+    forced = generate(exact, feed, logits_processor=LogitsProcessorList(same_text), **many)
+    for row, (mine, its) in enumerate(zip(told(feed, out), told(feed, bare.sequences), strict=True)):
+        place = next((n for n, pair in enumerate(zip(mine, its, strict=True)) if len(set(pair)) > 1), None)
+        if place is None:
+            continue
+        logits = bare.logits[place][row].float()
+        noise = (forced.logits[place][row] - logits).abs().max()
+        assert logits[its[place]] - logits[mine[place]] <= 2 * noise
+        assert noise < 0.05 * logits.abs().max()
 
 
 @pytest.mark.parametrize("draft", ["copies", "layers", "model"])
@@ -715,6 +746,17 @@ def test_what_calls_have_learned_outlives_a_context_only_where_a_program_keeps_i
     assert drafted() == first
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["suffixdecoding", "tokenrecycling"])  # others find nothing to copy in so short a text
+def test_answers_drawn_from_copies_have_the_distribution_of_the_model(
+    name: str, liar: type[Liar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, feed = zoo.model("llava"), zoo.inputs("llava", "text", question="what?")
+    with accelerated(tiny, "divprune", lossless=True, lookup=name):
+        figures = check_draws(tiny, feed, distribution(tiny, feed, 3, 1.5))
+    assert figures["drafted"] > figures["accepted"] > 0
+
+
 @pytest.mark.parametrize("plan", ["noise", "mixed"])
 def test_drawn_answers_have_the_distribution_of_the_model(
     plan: str, liar: type[Liar], monkeypatch: pytest.MonkeyPatch
@@ -874,6 +916,11 @@ def test_lengths_follow_acceptance_and_costs() -> None:
     assert best_length(0.8, 0.3, level, 16)[0] == 3 and best_length(0.9, 0.9, level, 16) == (0, 1.0)
     # a forward over several tokens that costs two of one pays where most of a draft is right, and not where half is
     assert best_length(0.5, 0.0, double, 16) == (0, 1.0) and best_length(0.8, 0.0, double, 16)[1] > 1.5
+    # many rows keep the device busy: forwards cost by their tokens, and nothing pays
+    busy = Costs()
+    for tokens in (1, 2, 3, 9, 1, 4, 17):
+        busy.add(tokens, float(tokens))
+    assert all(best_length(rate, 0.0, busy, 16) == (0, 1.0) for rate in (0.5, 0.9, 1.0))
     rate = Acceptance()
     for _ in range(200):
         rate.add(0, True)
@@ -900,6 +947,54 @@ def test_a_draft_that_never_helps_is_asked_ever_less(monkeypatch: pytest.MonkeyP
         second = tiny.mmaccel.stats().drafting
     assert 0 < first["drafted"] < 20 and first["verifications"] > 100 and 10 < looks < 50
     assert second["drafted"] == 0 and second["verifications"] == 119
+
+
+def test_a_model_that_never_helps_reads_ever_fewer_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call has found out of a smaller model holds for the calls behind it: a trial reads a prompt again, which costs two
+    forwards, and may take a hundredth of the time."""
+    add, seconds = Costs.add, itertools.count(0, 2)
+    monkeypatch.setattr(Costs, "add", lambda self, tokens, seconds: add(self, tokens, 1.0))
+    monkeypatch.setattr(drafting, "clock_of", lambda device: lambda: float(next(seconds)))
+    monkeypatch.setattr(ModelDraft, "_draft", lambda self, rows, most: [drafting.Draft([5] * count) for count in most])
+    prepare, read = ModelDraft.prepare, list[int]()
+    monkeypatch.setattr(ModelDraft, "prepare", lambda self, *given: read.append(1) or prepare(self, *given))
+    tiny, feed = zoo.model("llava"), zoo.inputs("llava")
+    bare = generate(tiny, feed)
+    with accelerated(tiny, "divprune", lossless=True, draft=zoo.loaded_draft("llava")):
+        for call in range(12):
+            assert torch.equal(generate(tiny, feed), bare)
+            notes = tiny.mmaccel.stats().notes
+            assert any("drafts of model rest" in note for note in notes), (call, notes)
+        first = len(read)
+        tiny.mmaccel.drafts.forget()
+        generate(tiny, feed)
+    assert first == 2 and len(read) == first + 1
+
+
+def test_a_model_reads_no_prompt_for_answers_that_have_been_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that are always right, of a model whose prompt costs as much as thirty tokens: an answer that goes on longer than
+    those before is drafted once it has paid."""
+    add = Costs.add
+    monkeypatch.setattr(Costs, "add", lambda self, tokens, seconds: add(self, tokens, 1.0))
+    tiny, feed = zoo.model("llava"), zoo.inputs("llava")
+    (answer,) = told(feed, generate(tiny, feed, max_new_tokens=120))
+    short = {"eos_token_id": answer[3], "pad_token_id": 0, "max_new_tokens": 120}
+    with accelerated(tiny, "none", lossless=True, draft="self"):
+        generate(tiny, feed, **short)
+        (price,) = (one["self"] for one in tiny.mmaccel.drafts.learned.prices.values())
+        assert tiny.mmaccel.stats().drafting["accepted"] > 0 and price.prompt > 0
+        price.prompt, price.seconds, price.rests = 30.0, 0.1, 0
+        tiny.mmaccel.drafts.learned.acceptance["self"] = 0.95
+        generate(tiny, feed, **short)
+        stats = tiny.mmaccel.stats()
+        assert stats.drafting["drafted"] == 0 and any(
+            "waited: answers have been too short" in one for one in stats.notes
+        )
+        out = generate(tiny, feed, max_new_tokens=120)
+        by = tiny.mmaccel.stats().drafting["drafted_by"][0]
+    assert told(feed, out) == [answer]
+    begin = by.index("self")
+    assert 30 < begin < 60 and by[begin:].count("self") > 20
 
 
 def test_what_is_copied_is_verified_as_soon_as_it_would_have_been_right(monkeypatch: pytest.MonkeyPatch) -> None:

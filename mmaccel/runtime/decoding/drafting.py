@@ -24,6 +24,7 @@ from .length import (
     Costs,
     Price,
     best_length,
+    clock_of,
     gain_of_tree,
 )
 from .reader import UNFORGETTING, Reader
@@ -43,6 +44,8 @@ class Source(Protocol):
     name: str
     #: whether drafts cost next to nothing, so that they may be made to see whether they would have been right
     free: bool
+    #: whether it reads the prompt into a cache of its own, which costs time
+    own_cache: bool
     #: of a source of trees the most tokens of one, and of a path in it; 0 for one of chains
     nodes: int
     longest: int
@@ -65,7 +68,7 @@ class Copying:
     make : gives the drafter of a row. skipped : ids of prompts that drafters do not see, such as placeholders of pictures.
     """
 
-    free, nodes, longest = True, 0, 0
+    free, own_cache, nodes, longest = True, False, 0, 0
 
     def __init__(
         self, name: str, make: Callable[[], Drafter], skipped: frozenset[int] = frozenset(), successors: int = 0
@@ -146,8 +149,9 @@ class Drafting:
     so far (:mod:`.length`); the next source is asked where it proposes nothing. A source that raises is dropped, with a note.
 
     sources : made behind the prompt, by :meth:`begin`.
-    costs : seconds of forwards, which later calls of as many rows begin with.
+    costs, prices : seconds of forwards, and of each source, which later calls of as many rows begin with.
     known : acceptance by source, which later calls begin with.
+    usual : tokens of an answer, by earlier calls; None before the first.
     forbidden : ids that no draft may hold, such as placeholders of pictures.
     notes : what the numbers do not show, in words.
     """
@@ -163,8 +167,9 @@ class Drafting:
     longest: int = 0
     verify_seconds: float = 0.0
     costs: Costs = field(default_factory=Costs)
-    known: dict[str, float] = field(default_factory=dict)
     prices: dict[str, Price] = field(default_factory=dict)
+    known: dict[str, float] = field(default_factory=dict)
+    usual: float | None = None
     rates: list[dict[str, Acceptance]] = field(default_factory=list)
     #: sources that were asked for the forward that comes, and those that have read the prompt
     asked: set[str] = field(default_factory=set)
@@ -187,7 +192,8 @@ class Drafting:
         except Exception as error:  # whatever a draft does, the answer is the model's
             self.notes.append(f"drafts are off: {first_line(error)}")
         self.figures = {source.name: SourceFigures() for source in self.sources}
-        self.prices = {source.name: Price() for source in self.sources}
+        for source in self.sources:
+            self.prices.setdefault(source.name, Price())
         known = {source.name: self.known.get(source.name, PRIOR) for source in self.sources}
         self.rates = [{name: Acceptance.of(rate) for name, rate in known.items()} for _ in rows]
         for source in [one for one in self.sources if one.free]:
@@ -208,6 +214,12 @@ class Drafting:
             price = self.prices[source.name]
             if price.rests:
                 price.rests -= 1
+                continue
+            said = max(len(row.tokens) - row.prompt for row in rows)
+            reads = source.own_cache and source.name not in self.prepared
+            if reads and not price.worth_a_prompt(promised[source.name], said, self.usual, self.costs):
+                note = f"drafts of {source.name} waited: answers have been too short to pay for reading the prompt"
+                self.notes += [] if note in self.notes else [note]
                 continue
             most = [
                 # one that does not pay, and whose pause is over, is asked for a trial
@@ -253,9 +265,9 @@ class Drafting:
     def note(
         self, rows: Sequence[Row], drafts: Sequence[Draft], paths: Sequence[list[int]], length: int, seconds: float
     ) -> None:
-        """Note which tokens of ``drafts`` were accepted, in a forward over ``length`` tokens of every row."""
+        """Note which tokens of ``drafts`` were accepted, in a forward over ``length`` tokens of every row that has cost
+        ``seconds``."""
         self.blocks += 1
-        self.verify_seconds += seconds
         self.costs.add(length, seconds)
         for number, (draft, path) in enumerate(zip(drafts, paths, strict=True)):
             if draft.tokens:
@@ -278,6 +290,12 @@ class Drafting:
             for name, one in rates.items():
                 if one.measured:
                     self.known[name] = MEMORY * self.known.get(name, one.rate) + (1 - MEMORY) * one.rate
+        for source in [one for one in self.sources if self.blocks and not one.nodes]:
+            if not self._pays(source.name):
+                self.notes.append(f"drafts of {source.name} rest: by what was measured they do not pay")
+                price = self.prices[source.name]
+                if source.own_cache and source.name in self.prepared:
+                    price.rest_from_prompts(self.costs)
         if any(one.drafted for one in self.figures.values()) and (why := self.reader.together):
             self.notes.append(f"tokens that some rows accept and others do not are read again: {why}")
 
@@ -314,26 +332,31 @@ class Drafting:
         price = self.prices[source.name].seconds
         return 0.1 * self.costs.seconds(1) if price is None else price
 
+    def _pays(self, name: str) -> bool:
+        """Whether drafts of a source pay for some row."""
+        seconds = self.prices[name].seconds or 0.0
+        return any(best_length(rate[name].rate, seconds, self.costs, LONGEST)[0] for rate in self.rates)
+
     def _rest(self, name: str) -> None:
         """Let a source rest where it pays for no row."""
         price = self.prices[name]
-        seconds = price.seconds or 0.0
-        if any(best_length(rate[name].rate, seconds, self.costs, LONGEST)[0] for rate in self.rates):
+        if self._pays(name):
             price.pause = PAUSE
         else:
             price.rests, price.pause = price.pause, min(2 * price.pause, LONGEST_PAUSE)
 
     def _ask(self, source: Source, rows: Sequence[Row], most: Sequence[int]) -> list[Draft]:
         """The drafts of a source, cut before the first forbidden token."""
-        figures = self.figures[source.name]
+        figures, clock = self.figures[source.name], clock_of(self.reader.ids.device.type)
         try:
             if source.name not in self.prepared:
                 self.prepared.add(source.name)
                 # reading a prompt is no price of a drafted token
-                begin = time.perf_counter()
+                begin, cost = time.perf_counter(), clock()
                 source.prepare(rows, self.chooser)
                 figures.prepare_seconds = time.perf_counter() - begin
-            begin = time.perf_counter()
+                self.prices[source.name].prompt = clock() - cost
+            begin, cost = time.perf_counter(), clock()
             drafts = source.draft(rows, most)
         except Exception as error:  # whatever a draft does, the answer is the model's
             self._drop(source, error)
@@ -342,8 +365,8 @@ class Drafting:
             draft.cut(count).without(self.forbidden)._replace(source=source.name)
             for draft, count in zip(drafts, most, strict=True)
         ]
-        seconds = time.perf_counter() - begin
-        figures.seconds += seconds
+        seconds = clock() - cost
+        figures.seconds += time.perf_counter() - begin
         self.asked.add(source.name)
         if longest := max(len(draft.tokens) for draft in drafts):
             self.prices[source.name].add(longest, seconds)

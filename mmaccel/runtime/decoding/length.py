@@ -6,6 +6,9 @@ A draft of ``n`` tokens, each accepted with probability ``a`` if all before it w
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 #: figures of so many blocks ago count half
@@ -20,8 +23,18 @@ SLOPE = 0.03
 #: a source that does not pay is tried again after so many blocks, and after twice as many each time that it still does not, but
 #: at most after LONGEST_PAUSE; it is tried with TRIAL tokens
 PAUSE, LONGEST_PAUSE, TRIAL = 8, 256, 2
+#: share of the time that a source which does not pay may take for reading prompts
+SPENT = 0.01
 #: drafts that promise less are not verified: what is promised is a guess
 LEAST = 1.05
+
+
+def clock_of(device: str) -> Callable[[], float]:
+    """The clock by which costs on a kind of ``device`` are compared. On a CPU it has only what this thread was at work, since a
+    forward that another program has interrupted would look dear, and what it is compared with cheap."""
+    # on Windows it advances by a sixtieth of a second
+    fine = device == "cpu" and sys.platform != "win32"
+    return time.thread_time if fine else time.perf_counter
 
 
 def expected(acceptance: float, length: int) -> float:
@@ -100,9 +113,10 @@ def _added(sums: list[float], new: tuple[float, ...]) -> list[float]:
 
 @dataclass
 class Price:
-    """Cost of a source: seconds a drafted token; ``None`` before it was measured."""
+    """Cost of a source: seconds a drafted token, and of reading a prompt; ``None`` before they were measured."""
 
     seconds: float | None = None
+    prompt: float | None = None
     #: blocks that are left until the source is tried again, and how long the next pause is
     rests: int = 0
     pause: int = PAUSE
@@ -111,6 +125,17 @@ class Price:
         """Note a draft."""
         new = seconds / max(1, tokens)
         self.seconds = new if self.seconds is None else DECAY * self.seconds + (1 - DECAY) * new
+
+    def worth_a_prompt(self, gain: float, said: int, usual: float | None, costs: Costs) -> bool:
+        """Whether what a source that promises a ``gain`` may still save is worth reading the prompt, behind ``said`` tokens: of
+        an answer as long as the ``usual`` one, and of a longer one as many tokens again. A trial always is."""
+        if self.prompt is None or usual is None or gain <= 1:
+            return True
+        return max(usual - said, said) * costs.seconds(1) * (1 - 1 / gain) > self.prompt
+
+    def rest_from_prompts(self, costs: Costs) -> None:
+        """Rest until another prompt may be read for a trial, see :data:`SPENT`."""
+        self.rests = max(self.rests, int((self.prompt or 0.0) / (SPENT * costs.seconds(1))))
 
 
 def best_length(acceptance: float, price: float, costs: Costs, most: int) -> tuple[int, float]:

@@ -14,6 +14,7 @@ from ...core.transformers_api import cache_argument
 from ...decoding.accept import accept_greedy
 from ...errors import UnsupportedError
 from .drafting import Drafting
+from .length import clock_of
 from .reader import Reader
 from .rows import Chooser, Draft, Ending, Row
 
@@ -64,17 +65,18 @@ class Decoder:
         rows = [Row(ids, len(ids)) for ids in input_ids.tolist()]
         put = None if self.streamer is None else self.streamer.put
         step = Step(reader, chooser, ending, rows, put, bool(wanted), drafting.learn, _filler(config))
-        logits = reader.prefill()
+        logits, clock = reader.prefill(), clock_of(input_ids.device.type)
         if rows[0].prompt + 1 < ending.longest:
             # before anything waits for the device, which is still busy with the prompt
             drafting.begin(rows, reader, chooser)
         step.commit(logits[:, None], [Draft()] * len(rows))
         while not all(row.ended for row in rows):
             drafts = step.fitted(drafting.draft(rows, ending.longest))
-            begin = time.perf_counter()
+            begin, cost = time.perf_counter(), clock()
             logits = step.read(drafts)
             paths = step.commit(logits, drafts)
-            drafting.note(rows, drafts, paths, logits.shape[1], time.perf_counter() - begin)
+            drafting.verify_seconds += time.perf_counter() - begin
+            drafting.note(rows, drafts, paths, logits.shape[1], clock() - cost)
         drafting.end(rows)
         step.read_rest()
         reader.close_gaps(max(len(row.tokens) for row in rows) - 1)
