@@ -33,6 +33,9 @@ SIMPLE = (
     "mistral3",
     "idefics3",
     "smolvlm",
+    "paddleocr_vl",
+    "lfm2_vl",
+    "granite4_vision",
 )
 CASES += [(family, *RECIPES[0]) for family in SIMPLE]
 
@@ -124,16 +127,20 @@ def test_clips_of_one_step_with_text_around_their_placeholders(family: str, fram
         assert tiny.served(llm, family, rows) == tiny.expected(family, rows, "divprune", retain=0.25)
 
 
-def test_pictures_with_text_behind_their_rows_in_chunks_from_caches_and_with_budgets_of_their_own(models: Path) -> None:
-    """A LLaVA with the tower of Pixtral, whose rows end in marks that are text."""
-    place, small = tiny.folder("pixtral", models), {"max_num_batched_tokens": 16, "enable_chunked_prefill": True}
+@pytest.mark.parametrize("family", ["pixtral", "lfm2_vl", "granite4_vision"])
+def test_pictures_in_chunks_from_caches_and_with_budgets_of_their_own(family: str, models: Path) -> None:
+    """A LLaVA with the tower of Pixtral, whose rows end in marks that are text; tiles with text between them in front of
+    convolutions; features for several layers."""
+    # vLLM's cache of encoded pictures is as large, and must hold one
+    size = 48 if family == "lfm2_vl" else 16
+    place, small = tiny.folder(family, models), {"max_num_batched_tokens": size, "enable_chunked_prefill": True}
     with tiny.engine(place, {"recipe": "divprune", "retain": 0.5}, **small) as llm:
         for kind in ("image", "images"):
-            rows = tiny.rows("pixtral", kind)
+            rows = tiny.rows(family, kind)
             for _ in range(2):
                 for retain in (0.5, 0.1):
-                    want = tiny.expected("pixtral", rows, "divprune", retain=retain)
-                    assert tiny.served(llm, "pixtral", rows, retain=retain) == want
+                    want = tiny.expected(family, rows, "divprune", retain=retain)
+                    assert tiny.served(llm, family, rows, retain=retain) == want
 
 
 def test_all_places_of_a_clip_keep_their_positions(models: Path) -> None:

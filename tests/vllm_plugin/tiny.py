@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,24 @@ zoo._TABLE["llava_next_video"] = dataclasses.replace(
 zoo._TABLE["gemma3"] = dataclasses.replace(zoo._TABLE["gemma3"], extra_tokens=("\n\n", "\n\n\n", "\n\n\n\n"))
 
 
+def _change(family: str, change: Callable[[Any], object]) -> None:
+    """Change a configuration of the zoo to one that vLLM knows."""
+    build = zoo._TABLE[family].config
+
+    def changed(overrides: dict[str, Any], vocabulary: int) -> Any:
+        config = build(overrides, vocabulary)
+        change(config)
+        return config
+
+    zoo._TABLE[family] = dataclasses.replace(zoo._TABLE[family], config=changed)
+
+
+# vLLM knows one width of the inside of a Q-Former
+_change("granite4_vision", lambda config: setattr(config.qformer_config, "intermediate_size", 3072))
+# and language models of LFM2 that score with their embeddings
+_change("lfm2_vl", lambda config: [setattr(c, "tie_word_embeddings", True) for c in (config, config.text_config)])
+
+
 def _overrides(family: str) -> dict[str, Any]:
     if family in ("pixtral", "mistral3"):
         return {**WIDE, "head_dim": 32}
@@ -62,6 +80,10 @@ def _overrides(family: str) -> dict[str, Any]:
         return {**WIDE, "rope_parameters": half, "attention_bias": True, "head_dim": 32, "use_qk_norm": False}
     if family == "gemma3":
         return {**WIDE, "head_dim": 32, "query_pre_attn_scalar": 32}
+    if family == "paddleocr_vl":
+        return {**WIDE, "head_dim": 32, "rope_parameters": SECTIONS}
+    if family == "lfm2_vl":
+        return {**WIDE, "conv_dim": 64, "block_dim": 64}
     if not family.startswith("qwen"):
         return WIDE
     rope = {**SECTIONS, "mrope_interleaved": True} if family.startswith("qwen3") else SECTIONS
@@ -71,7 +93,11 @@ def _overrides(family: str) -> dict[str, Any]:
 
 
 def model(family: str) -> torch.nn.Module:
-    return zoo.model(family, **_overrides(family))
+    made = zoo.model(family, **_overrides(family))
+    if family == "paddleocr_vl":
+        # transformers and vLLM interpolate the positions of its tower in two ways
+        made.model.visual.vision_model.embeddings.interpolation_align_corners = False
+    return made
 
 
 def folder(family: str, parent: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -28,6 +29,7 @@ class Architecture:
     tapped : whether methods that look into the tower are tested.
     rename : makes a name of a checkpoint one that vLLM's ``load_weights`` knows.
     config : the configuration of transformers that describes a model of vLLM's ``ModelConfig``.
+    levels : of a family, how many features a row of ``embed_multimodal`` holds, and which of them its first layer reads.
     pictures : of a call of ``embed_multimodal``, where the family cannot tell them from vLLM's arguments.
     """
 
@@ -37,6 +39,7 @@ class Architecture:
     tapped: bool = True
     rename: Callable[[str], str] | None = None
     config: Callable[[Any], Any] = attrgetter("hf_config")
+    levels: Callable[[Any], tuple[int, int]] = lambda family: (1 + family.deepstack, 0)
     pictures: Callable[[Any, Modality, Arguments], list[Picture] | None] = lambda family, modality, arguments: None
 
     def modality(self, arguments: Arguments) -> Modality | None:
@@ -148,10 +151,23 @@ def _tiled(family: Any, modality: Modality, arguments: Arguments) -> list[Pictur
     return consecutive([[(1, family.cells, family.cells)] * count for count in arguments["num_patches"].tolist()])
 
 
+def _shaped(family: Any, modality: Modality, arguments: Arguments) -> list[Picture]:
+    """Split pictures of LFM2-VL by the sizes of their tiles, in patches."""
+    sizes = iter((arguments["spatial_shapes"].reshape(-1, 2) // family.shuffle).tolist())
+    counts = arguments["num_patches"].tolist()
+    return consecutive([[(1, height, width) for height, width in islice(sizes, count)] for count in counts])
+
+
 def _halved(family: Any, modality: Modality, arguments: Arguments) -> list[Picture]:
     """Split clips of LLaVA-NeXT-Video, which may differ in length; four tokens of a frame become one."""
     side = family.side // 2
     return consecutive([[(len(clip), side, side)] for clip in arguments["pixel_values_videos"]])
+
+
+def _added(family: Any) -> tuple[int, int]:
+    """Granite 4 Vision has no embedding beside the features that its layers add."""
+    layers = family.layers_added
+    return len(layers), layers.index(min(layers))
 
 
 _GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
@@ -200,5 +216,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"pixel_values": "num_patches"},
         rename=_clip_tower,
         pictures=_tiled,
+    ),
+    "PaddleOCRVLForConditionalGeneration": Architecture(
+        {"image": "pixel_values"}, "visual.vision_model.encoder.layers", tapped=False
+    ),
+    "Lfm2VlForConditionalGeneration": Architecture(
+        {"image": "pixel_values"},
+        "vision_tower.vision_model.encoder.layers",
+        dict.fromkeys(("pixel_values", "spatial_shapes"), "num_patches"),
+        tapped=False,
+        pictures=_shaped,
+    ),
+    "Granite4VisionForConditionalGeneration": Architecture(
+        {"image": "pixel_values"}, _NESTED, tapped=False, rename=_clip_tower, levels=_added
     ),
 }

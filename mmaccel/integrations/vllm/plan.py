@@ -170,21 +170,24 @@ class ServingPlan:
         """Reduce pictures that have one budget, in one ragged batch; returns the rows of each picture that stay, and their mask
         ``[n]`` bool.
 
-        rows : of each picture ``[n, D]``, or with features for layers of the language model behind the embedding,
-            ``[n, (1 + levels) D]``; methods look at the embedding.
+        rows : of each picture ``[n, D]``, or with features for layers of the language model beside the embedding,
+            ``[n, levels D]``; methods look at the embedding.
         kept : number of rows that stay of each.
         encoded, taps : the call of the encoder that they come from, and its taps.
         """
         prompt = _prompt(self.of(budget, modality), modality, pictures)
         reducer = TokenReducer(prompt, VisionState(taps, {modality: encoded}))
         hidden = pad_sequence(list(rows), batch_first=True)
-        width = hidden.shape[-1] // (1 + self.family.deepstack)
+        levels, first = self.architecture.levels(self.family)
+        width = hidden.shape[-1] // levels
+        embedding = slice(first * width, (first + 1) * width)
         for stage in prompt.plan.projector:
-            made = reducer.reduce(stage, hidden[..., :width], None)
+            made = reducer.reduce(stage, hidden[..., embedding], None)
             hidden = made.substitute(hidden)
         for residual in reducer.residuals:
-            # it is no part of what layers add
-            hidden = torch.cat([residual.add(hidden[..., :width]), hidden[..., width:]], dim=-1)
+            # it is no part of what later layers add
+            added = residual.add(hidden[..., embedding])
+            hidden = torch.cat([hidden[..., : embedding.start], added, hidden[..., embedding.stop :]], dim=-1)
         stays = _brought_to(prompt.total.kept, prompt.layout.valid, torch.tensor(list(kept)))
         return [(hidden[i, mask.to(hidden.device)], mask[: len(rows[i])]) for i, mask in enumerate(stays)]
 
