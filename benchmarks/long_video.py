@@ -3,7 +3,8 @@
     python benchmarks/long_video.py --out benchmarks/results/long-video-cpu.json --update docs/results/long-video.md
 
 - A prompt of a model of a known architecture with random weights is read in one piece and in chunks, in turn; the ratio of
-  times is the median over such pairs. Peak memory is that of a process of its own for each.
+  times is the median over such pairs, in seconds of the processor, which other work on the machine hardly changes. Peak memory
+  is that of a process of its own for each.
 - A stream of frames is read by a ``VideoSession`` of ``mini-qwen-vl``, in a process of its own for each length.
 - Files at a frame a second are read by ``read_video`` and ``generate``, and by ``video-qa``, each in a process of its own. Its
   peak does not count the process that decodes for ``video-qa``, which holds a picture at a time.
@@ -44,7 +45,7 @@ def peak() -> int:
 
 @torch.inference_mode()
 def prefill(name: str, frames: int, chunks: list[int | None], pairs: int) -> dict[str, Any]:
-    """Seconds of a prompt read in each of the ways, in turn, and the peak of this process."""
+    """Seconds of the processor for a prompt read in each of the ways, in turn, and the peak of this process."""
     model = build(name, torch.device("cpu"), torch.float32)
     subject, work = ShapeSubject(model, shape(name)), Workload(frames=frames)
     inputs = subject.inputs(work, [subject.pixels(work)])
@@ -54,9 +55,9 @@ def prefill(name: str, frames: int, chunks: list[int | None], pairs: int) -> dic
             row = []
             for chunk in chunks:
                 asked = {"chunk": chunk or 1 << 30}
-                begin = time.perf_counter()
+                begin = time.process_time()
                 model(**inputs, use_cache=True, logits_to_keep=1, mmaccel=asked)
-                row.append(time.perf_counter() - begin)
+                row.append(time.process_time() - begin)
             times.append(row)
     return {"tokens": inputs["input_ids"].shape[1], "seconds": times, "peak": peak(), "grown": peak() - before}
 
@@ -132,7 +133,7 @@ WAYS = {
 
 def table(report: dict[str, Any]) -> str:
     """The tables of a report, in Markdown."""
-    lines = [["prompt, tokens", "chunk", "seconds, median", "times one piece", "memory over the weights, MiB"]]
+    lines = [["prompt, tokens", "chunk", "processor, s, median", "times one piece", "memory over the weights, MiB"]]
     for row in (row for row in report["rows"].values() if "ratio" in row):
         for way, label in (("whole", "none"), ("chunked", f"{row['chunk']:,}")):
             ratio = "1.00" if way == "whole" else f"{row['ratio']:.2f}"

@@ -2,7 +2,8 @@
 
 ``python benchmarks/streams.py --out benchmarks/results/streams-cpu.json`` draws streams of many short scenes, one of which
 shows a sign for two frames somewhere in the first half. Sessions with the shipped video model follow it, each with the same
-room for keys, and are asked what the sign says. Nothing is downloaded.
+room for keys, and are asked what the sign says. Two counts say where a sign is lost: whether its frames were among those that
+the question brought back, and whether the model reads it in its scene alone. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from mmaccel.cli.shared.text import markdown
 from mmaccel.families.load import load
 from mmaccel.method import RecallPolicy
 from mmaccel.programs.bench import provenance
+from mmaccel.programs.tune.confidence import interval
 from mmaccel.suite.clip import CLIP_TASKS, needle, render_clip
 from mmaccel.suite.questions import Turn
 from mmaccel.suite.rng import Rng, item_seed
@@ -30,8 +32,9 @@ SIDE, SCENE = 112, 16
 SESSIONS = ["infinipot-v", "rekv", "em-llm", "streamingtom", "frame-bounds"]
 
 
-def scenes(seed: int, frames: int) -> tuple[Iterator[np.ndarray], Turn]:
-    """Scenes of 16 frames ``[16, SIDE, SIDE, 3]``, and the question about the sign in one of them."""
+def scenes(seed: int, frames: int) -> tuple[Iterator[np.ndarray], Turn, int, np.ndarray]:
+    """Scenes of 16 frames ``[16, SIDE, SIDE, 3]``, the question about the sign in one of them, the number of the first frame
+    that shows it, and that scene."""
     rng, others = Rng(item_seed("test", seed, 200)), ("motion", "order", "change")
     count = frames // SCENE
     at = rng.integer(0, count // 2 - 1)
@@ -47,7 +50,8 @@ def scenes(seed: int, frames: int) -> tuple[Iterator[np.ndarray], Turn]:
                 other = CLIP_TASKS[rng.pick(others)](rng, SCENE)
             yield render_clip(clip if number == at else other[0], SIDE)
 
-    return every(), turn
+    sign = next(number for number, scene in enumerate(clip.frames) if scene.sign is not None)
+    return every(), turn, at * SCENE + sign, render_clip(clip, SIDE)
 
 
 def sessions(model: Any, processor: Any, names: list[str], cap: int, frames: int) -> dict[str, VideoSession]:
@@ -69,13 +73,17 @@ def follow(model: Any, processor: Any, seed: int, options: argparse.Namespace) -
         scenes(seed, options.frames),
     )
     spent, bytes_held = dict.fromkeys(found, 0.0), {name: list[int]() for name in found}
-    for scene in every[0]:
+    stream, turn, sign, scene_of_it = every
+    alone = sessions(model, processor, ["infinipot-v"], 1 << 20, options.recall)["infinipot-v"]
+    alone.push(scene_of_it)
+    read_alone = alone.ask(turn.question, 16) == turn.answer
+    for scene in stream:
         for name, session in found.items():
             begin = time.perf_counter()
             session.push(scene)
             spent[name] += time.perf_counter() - begin
             bytes_held[name].append(session.nbytes())
-    rows, turn = [], every[1]
+    rows = []
     for name, session in found.items():
         begin = time.perf_counter()
         answer = session.ask(turn.question, 16)
@@ -84,6 +92,8 @@ def follow(model: Any, processor: Any, seed: int, options: argparse.Namespace) -
                 "session": name,
                 "stream": seed,
                 "right": answer == turn.answer,
+                "recalled": bool({sign, sign + 1} & set(session.recalled)),
+                "read_alone": read_alone,
                 "push_seconds": round(spent[name], 2),
                 "ask_seconds": round(time.perf_counter() - begin, 3),
                 "device_bytes_at_a_tenth": bytes_held[name][len(bytes_held[name]) // 10],
@@ -96,18 +106,33 @@ def follow(model: Any, processor: Any, seed: int, options: argparse.Namespace) -
 
 def table(report: dict[str, Any]) -> str:
     """One row a session, and what it was measured on."""
+    counted = "recalled" in report["sessions"][0]
     head = [
         "session",
-        "right answers",
+        "right answers (95 %)",
+        *(["sign brought back", "and then read", "read in its scene alone"] if counted else []),
         "device, KiB",
         "at a tenth of the stream, KiB",
         "parked, KiB",
         "push, ms a frame",
     ]
+
+    def share(row: dict[str, Any]) -> str:
+        right, asked = round(row["right"] * row["streams"]), row["streams"]
+        low, high = interval(right, asked)
+        return f"{right} of {asked} ({100 * low:.0f} to {100 * high:.0f} %)"
+
+    def stages(row: dict[str, Any]) -> list[str]:
+        mine = [one for one in report["rows"] if one["session"] == row["session"]]
+        back = [one for one in mine if one["recalled"]]
+        counts = sum(one["right"] for one in back), sum(one["read_alone"] for one in mine)
+        return [f"{len(back)} of {len(mine)}", f"{counts[0]} of {len(back)}", f"{counts[1]} of {len(mine)}"]
+
     rows = [
         [
             f"`{row['session']}`",
-            f"{row['right'] * row['streams']:.0f} of {row['streams']}",
+            share(row),
+            *(stages(row) if counted else []),
             f"{row['device_bytes'] / 1024:.0f}",
             f"{row['device_bytes_at_a_tenth'] / 1024:.0f}",
             f"{row['parked_bytes'] / 1024:.0f}",

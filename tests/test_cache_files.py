@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from mmaccel import MmaccelError, accelerated, load_cache, save_cache
 from mmaccel.core import files
 from mmaccel.core.transformers_api import DynamicCache
+from mmaccel.programs.cache_file import read_value, write_value
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 FAMILY = "llava"
@@ -107,6 +108,13 @@ def test_a_file_that_was_cut_or_changed_is_refused(saved: Path, change: Callable
     assert change(content) != content
     saved.write_bytes(change(content))
     refused(saved, words)
+
+
+def test_tensors_of_one_number_have_any_stride(tmp_path: Path) -> None:
+    one, fingerprint = torch.arange(6).view(2, 3)[:1, 2:], {"model": "", "recipe": "", "name": "", "versions": {}}
+    assert one.stride(-1) == 1 and one.T.contiguous().stride(-1) == 3, "which counts as contiguous"
+    write_value(tmp_path / "a", [one.T, one], fingerprint)
+    assert read_value(tmp_path / "a", None, fingerprint) == [torch.tensor([[2]])] * 2
 
 
 def test_foreign_and_missing_files_are_refused(tmp_path: Path) -> None:

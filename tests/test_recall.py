@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
-import gc
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -253,10 +256,7 @@ def test_a_folder_holds_what_host_memory_would(tmp_path: Path) -> None:
             one.push(film("qwen2_5_vl", 4, stretch))
         assert ours.ask(QUESTION, 5) == wanted.ask(QUESTION, 5) and ours.recalled == wanted.recalled
     assert ours.parked_bytes() == wanted.parked_bytes() > 0 and ours.nbytes() == wanted.nbytes()
-    assert len(list(tmp_path.iterdir())) == len(ours._memory.parked)  # type: ignore[union-attr]
-    del ours, one
-    gc.collect()
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir()), "a file without a name"
 
 
 @pytest.mark.parametrize(
@@ -267,39 +267,59 @@ def test_a_full_disk_loses_nothing(error: BaseException, tmp_path: Path, monkeyp
     for stretch in range(3):
         for one in (ours, wanted):
             one.push(film("qwen2_5_vl", 4, stretch))
-    files, state, save = set(tmp_path.iterdir()), frozen(vars(ours)), parked.save_file
+    state, size, write = frozen(vars(ours)), length(ours), parked._content
     count = 0
 
-    def fails(*given: Any) -> None:
+    def fails(x: Tensor) -> memoryview:
         nonlocal count
         count += 1
-        if count == 2:
+        if count == 6:
             raise error
-        save(*given)
+        return write(x)
 
     with monkeypatch.context() as patch, pytest.raises(BaseException) as caught:
-        patch.setattr(parked, "save_file", fails)
+        patch.setattr(parked, "_content", fails)
         ours.push(film("qwen2_5_vl", 4, 3))
     if isinstance(error, Exception):
         assert isinstance(caught.value, MmaccelError) and "cannot take more frames" in str(caught.value)
         assert "\n" not in str(caught.value)
-    # the error holds on to what the call has parked
-    del caught
-    error.with_traceback(None)
-    gc.collect()
-    assert set(tmp_path.iterdir()) == files and frozen(vars(ours)) == state
+    assert count == 6 and length(ours) == size and frozen(vars(ours)) == state
     for one in (ours, wanted):
         one.push(film("qwen2_5_vl", 4, 3))
-    assert ours.ask(QUESTION, 5) == wanted.ask(QUESTION, 5)
+    assert ours.ask(QUESTION, 5) == wanted.ask(QUESTION, 5) and ours.parked_bytes() == length(ours)
 
 
-def test_a_file_that_is_gone(tmp_path: Path) -> None:
+def length(one: VideoSession) -> int:
+    """Bytes of the file with parked frames."""
+    return os.fstat(one._file._file.fileno()).st_size  # type: ignore[union-attr]
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = {paths!r}
+from test_streaming import film, session
+one = session("qwen2_5_vl", 60, recall="rekv", park={folder!r})
+for stretch in range(4):
+    one.push(film("qwen2_5_vl", 4, stretch))
+print(one.parked, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
+    """No handler of Python runs."""
+    words = KILLED.format(paths=[str(Path(__file__).parent)], folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)
+    assert int(done.stdout) > 0 and done.returncode == -signal.SIGKILL
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_became_shorter(tmp_path: Path) -> None:
     one = session("qwen2_5_vl", 60, recall="rekv", park=tmp_path)
     for stretch in range(3):
         one.push(film("qwen2_5_vl", 4, stretch))
     state = frozen(vars(one))
-    for path in tmp_path.iterdir():
-        path.write_bytes(b"no frame")
+    one._file._file.truncate(10)  # type: ignore[union-attr]
     with pytest.raises(MmaccelError, match="A parked frame cannot be read"):
         one.ask(QUESTION)
     assert frozen(vars(one)) == state

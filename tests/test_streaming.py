@@ -6,10 +6,12 @@ import gc
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import synthetic
 import torch
 import zoo
 from laws import oracle
@@ -18,7 +20,8 @@ from torch import Tensor
 
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated, get_recipe, is_accelerated
 from mmaccel.families.base import slides
-from mmaccel.kv.cache import CacheState
+from mmaccel.kv.cache import CacheState, _nbytes
+from mmaccel.kv.codecs import Codec
 from mmaccel.media.files import Clip, Prompt, encode
 from mmaccel.programs.streaming import VideoSession
 from mmaccel.runtime.call.runs import TextInputs
@@ -154,6 +157,27 @@ def test_any_policy_can_follow() -> None:
         assert one.tokens() <= 60
         one.ask("what is it?", 3)
     assert one.tokens() == 60
+
+
+@pytest.mark.parametrize("name", few(synthetic.offered(Codec), ("zipcache-codec", "gear")))
+def test_the_cap_holds_in_bytes_whatever_packs(name: str) -> None:
+    """Packed keys leave dead places in their pages, which count as no keys and take less than keys in full precision."""
+
+    def stored(one: VideoSession) -> int:
+        return _nbytes([x for layer in one._state.layers for x in layer.tensors()])
+
+    stages = Stage("infinipot-v", 0.5), Stage(name)
+    packed, plain = (session("qwen2_5_vl", 200, recipe=Recipe("p", stages[:n]), chunk=8) for n in (2, 1))
+    sizes, whole = [], []
+    for stretch in range(24):
+        for one in (packed, plain):
+            one.push(film("qwen2_5_vl", 8, stretch))
+            assert one.tokens() <= 200
+        sizes.append(stored(packed))
+        whole.append(stored(plain))
+    assert max(sizes[8:]) <= 1.05 * max(whole)
+    places = packed._state.seen
+    assert places <= 200 * 2 * len(packed._state.layers), "those of which a head still holds a key"
 
 
 def test_the_model_is_what_it_was_between_calls() -> None:
@@ -317,3 +341,65 @@ def test_a_session_ends_with_the_positions_of_the_model(family: str, monkeypatch
     monkeypatch.setattr(config, "max_position_embeddings", 4096)
     # what was refused left no trace
     assert one.ask("what is it?", 4) == wanted and one.frames == 4
+
+
+# ------------------------------------------------------------------------------------------------------ files
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    few(
+        [
+            ("qwen2_5_vl", "infinipot-v"),
+            ("qwen2_5_vl", "hermes"),
+            ("smolvlm", "streammem"),
+            ("internvl", Recipe("packed", (Stage("infinipot-v", 0.5), Stage("qserve")))),
+        ],
+        [("qwen2_5_vl", "hermes")],
+    ),
+)
+def test_a_saved_session_goes_on(family: str, recipe: Any, tmp_path: Path) -> None:
+    ours, wanted = (session(family, 120, recipe=recipe) for _ in range(2))
+    for stretch in range(3):
+        wanted.push(film(family, 5, stretch))
+    wanted.ask("what is it?", 4)
+    wanted.save(tmp_path / "stream.safetensors")
+    ours.load(tmp_path / "stream.safetensors")
+    for stretch in range(3, 6):
+        assert (ours.frames, ours.tokens(), ours.visual_tokens) == (
+            wanted.frames,
+            wanted.tokens(),
+            wanted.visual_tokens,
+        )
+        assert ours.ask("what is it?", 4) == wanted.ask("what is it?", 4)
+        for one in (ours, wanted):
+            one.push(film(family, 5, stretch))
+    assert all(torch.equal(a, b) for a, b in zip(cells(ours), cells(wanted), strict=True))
+
+
+def test_files_of_other_sessions_are_refused(tmp_path: Path) -> None:
+    """In one sentence, and the session stays as it was."""
+    one, file = session("qwen2_5_vl"), tmp_path / "stream.safetensors"
+    with pytest.raises(MmaccelError, match="There is nothing to save; push at least 4 frames first"):
+        one.save(file)
+    one.push(film("qwen2_5_vl", 6))
+    one.save(file)
+    with pytest.raises(MmaccelError, match="Cannot write .* give another file"):
+        one.save(tmp_path / "none" / "stream.safetensors")
+    answer, frames = one.ask("what is it?", 4), one.frames
+    others = {
+        "with other options": {"cap": 60},
+        "recipe 'infinipot-v', not 'hermes'": {"recipe": "hermes"},
+        "cannot be loaded": {"recall": "rekv"},
+    }
+    for words, options in others.items():
+        with pytest.raises(MmaccelError, match=words):
+            session("qwen2_5_vl", **options).load(file)
+    with pytest.raises(MmaccelError, match="another model"):
+        session("internvl").load(file)
+    file.write_bytes(file.read_bytes()[:-50])
+    with pytest.raises(MmaccelError, match="Cannot read|was changed"):
+        one.load(file)
+    assert one.frames == frames and one.ask("what is it?", 4) == answer
+    with pytest.raises(UnsupportedError, match="cannot be saved"):
+        session("qwen2_5_vl", recall="rekv").save(file)

@@ -122,6 +122,13 @@ class Bulk:
             "infinipot-v.",
         ),
     ] = None
+    caches: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Keep the KV cache of every clip in this folder; a later run with other questions reads no clip again.",
+        ),
+    ] = None
     ray: Annotated[
         str | None,
         typer.Option(
@@ -301,6 +308,7 @@ def _settings(which: ModelOptions, how: RecipeOptions, drafts: AnswerOptions, bu
         timeout=bulk.time_limit,
         memory=int(bulk.memory_limit * GIB),
         cap_tokens=bulk.cap_tokens,
+        caches=bulk.caches,
         drafts=drafts.arguments(),
         **vars(which) | {"model": which.model or str(ask.shipped(video=True))},
     )

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import MmaccelError, first_line
@@ -51,51 +46,86 @@ class HostFrame:
         return self.layers[number]
 
 
-class FileFrame:
-    """A frame in a file of its own, which is deleted with this object or at the end of the process.
+class ParkFile:
+    """A file without a name, in a folder. The system frees it with this object or the process, however that ends.
 
     Raises
     ------
     OSError
-        If the file cannot be written.
+        If the folder takes no file.
     """
 
-    def __init__(self, folder: str, layers: tuple[Parts, ...]) -> None:
-        named = {
-            f"{number}.{kind}.{part}": x.contiguous()
-            for number, parts in enumerate(layers)
-            for kind, packed in enumerate(parts)
-            for part, x in enumerate(packed)
-        }
-        self._counts = tuple((len(keys), len(values)) for keys, values in layers)
-        self.nbytes = sum(x.nbytes for x in named.values())
-        descriptor, self.path = tempfile.mkstemp(".safetensors", "frame-", folder)
-        os.close(descriptor)
-        self._delete = weakref.finalize(self, Path(self.path).unlink, missing_ok=True)
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._file = tempfile.TemporaryFile(buffering=0, dir=folder)
+
+    def append(self, layers: Sequence[Parts], at: int) -> FileFrame:
+        """Write a frame at byte ``at``, which is the end of the frames that are kept; nothing is kept behind them if the disk
+        is full."""
+        begins, end = [], at
         try:
-            save_file(named, self.path)
+            self._file.seek(at)
+            for parts in layers:
+                begins.append(end)
+                for data in (_content(x.contiguous()) for packed in parts for x in packed):
+                    end += len(data)
+                    while data:
+                        # a disk that is nearly full takes a part
+                        data = data[self._file.write(data) :]
         except BaseException:
-            self._delete()
+            self._file.truncate(at)
             raise
+        shapes = tuple(tuple(tuple((x.dtype, tuple(x.shape)) for x in packed) for packed in parts) for parts in layers)
+        return FileFrame(self, (*begins, end), shapes)
+
+    def read(self, at: int, shapes: Sequence[Sequence[tuple[torch.dtype, tuple[int, ...]]]]) -> Parts:
+        """Tensors of these dtypes and shapes from byte ``at`` on."""
+        self._file.seek(at)
+        keys, values = (tuple(torch.empty(shape, dtype=dtype) for dtype, shape in packed) for packed in shapes)
+        for data in map(_content, (*keys, *values)):
+            while data:
+                if not (count := self._file.readinto(data)):
+                    raise OSError("the file has become shorter")
+                data = data[count:]
+        return keys, values
+
+
+def _content(x: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU."""
+    # a single number may have any stride, which view() refuses
+    return memoryview(x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy())
+
+
+@dataclass(frozen=True)
+class FileFrame:
+    """A frame in a file.
+
+    begins : the byte where every layer begins, and the end of the last one.
+    shapes : dtypes and shapes of the keys and of the values of every layer.
+    """
+
+    file: ParkFile
+    begins: tuple[int, ...]
+    shapes: tuple[tuple[tuple[tuple[torch.dtype, tuple[int, ...]], ...], ...], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return self.begins[-1] - self.begins[0]
 
     def layer(self, number: int) -> Parts:
         """The keys and values of one layer, read from the file."""
         try:
-            with safe_open(self.path, "pt") as file:
-                keys, values = (
-                    tuple(file.get_tensor(f"{number}.{kind}.{part}") for part in range(count))
-                    for kind, count in enumerate(self._counts[number])
-                )
-        except Exception as error:
+            return self.file.read(self.begins[number], self.shapes[number])
+        except OSError as error:
             raise MmaccelError(
-                f"A parked frame cannot be read from {self.path!r} ({first_line(error)}); leave the files of a session alone, "
-                "and begin another session."
+                f"A parked frame cannot be read from the folder {self.file.folder!r} ({first_line(error)}); check that disk, "
+                "and ask again or begin another session."
             ) from error
-        return keys, values
 
 
-def park(layers: Sequence[Parts], folder: str | None) -> Frame:
-    """Keep a frame in host memory, or in a file in ``folder``.
+def park(layers: Sequence[Parts], file: ParkFile | None, last: Frame | None) -> Frame:
+    """Keep a frame in host memory, or in a file behind the ``last`` one that is there.
 
     Raises
     ------
@@ -103,16 +133,16 @@ def park(layers: Sequence[Parts], folder: str | None) -> Frame:
         If there is no room for it.
     """
     try:
-        if folder is None:
+        if file is None:
             return HostFrame(tuple(layers))
-        return FileFrame(folder, tuple(layers))
+        return file.append(layers, last.begins[-1] if isinstance(last, FileFrame) else 0)
     except Exception as error:
-        raise full(folder, error) from error
+        raise full(file, error) from error
 
 
-def full(folder: str | None, error: BaseException) -> MmaccelError:
+def full(file: ParkFile | None, error: BaseException) -> MmaccelError:
     """The error of a host or a disk that takes no more frames."""
-    where = "Host memory" if folder is None else f"The folder {folder!r}"
+    where = "Host memory" if file is None else f"The folder {file.folder!r}"
     return MmaccelError(
         f"{where} cannot take more frames ({first_line(error)}); the session is as it was before: free some space and "
         "push the same frames again, or begin another session."
@@ -158,7 +188,7 @@ class ParkedFrames:
     ----------
     cap : keys that a head of a layer may hold between two forwards.
     limit : positions of the model; None without a limit.
-    folder : where frames are parked; None for host memory.
+    file : where frames are parked; None for host memory.
 
     Attributes
     ----------
@@ -176,7 +206,7 @@ class ParkedFrames:
 
     cap: int
     limit: int | None
-    folder: str | None
+    file: ParkFile | None
     prefix: int = 0
     home: int = 0
     shift: int = 0

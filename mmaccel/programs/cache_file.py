@@ -30,6 +30,7 @@ from ..core.transformers_api import Cache, DynamicCache
 from ..errors import MmaccelError, UnsupportedError
 from ..kv.cache import CacheState, cache_with, check_plain, state_of
 from ..kv.serialise import from_data, to_data
+from ..recipe import Recipe
 from .identity import digest, model_identity, recipe_identity, versions
 
 #: entry of the file's metadata with the fingerprint and the structure, and the tensor with the checksum of everything before it
@@ -93,14 +94,7 @@ def save_cache(cache: Any, file: str | os.PathLike[str], model: Any) -> None:
         raise UnsupportedError("A cache in host memory cannot be saved; leave out offload='host'.")
     else:
         state.unpin()
-    data, tensors = to_data(list(cache.layers) if state is None else state)
-    if unknown := {x.dtype for x in tensors} - set(_DTYPES):
-        raise UnsupportedError(f"Tensors of {', '.join(map(str, unknown))} cannot be saved.")
-    devices = [str(x.device) for x in tensors]
-    entry = {"fingerprint": _fingerprint(model), "cache": data, "devices": devices}
-    path = Path(file)
-    with writing(path, "give another file, or make room"):
-        write_whole(path, lambda out: _write(out, json.dumps(entry), tensors))
+    write_value(Path(file), list(cache.layers) if state is None else state, _fingerprint(model))
 
 
 def load_cache(file: str | os.PathLike[str], model: Any) -> Any:
@@ -131,7 +125,30 @@ def load_cache(file: str | os.PathLike[str], model: Any) -> Any:
     >>> cache.get_seq_length() == first.past_key_values.get_seq_length()
     True
     """
-    path = Path(file)
+    loaded = read_value(Path(file), model, _fingerprint(model))
+    if isinstance(loaded, CacheState):
+        return cache_with(loaded)
+    cache = DynamicCache()
+    cache.layer_class_to_replicate = None
+    cache.layers = loaded
+    return cache
+
+
+def write_value(path: Path, value: Any, fingerprint: dict[str, Any]) -> None:
+    """Write plain data, tensors, and objects of a cache to a file, for :func:`read_value` with the same fingerprint. Raises
+    MmaccelError if it cannot be written."""
+    data, tensors = to_data(value)
+    if unknown := {x.dtype for x in tensors} - set(_DTYPES):
+        raise UnsupportedError(f"Tensors of {', '.join(map(str, unknown))} cannot be saved.")
+    devices = [str(x.device) for x in tensors]
+    entry = {"fingerprint": fingerprint, "cache": data, "devices": devices}
+    with writing(path, "give another file, or make room"):
+        write_whole(path, lambda out: _write(out, json.dumps(entry), tensors))
+
+
+def read_value(path: Path, model: Any, fingerprint: dict[str, Any]) -> Any:
+    """The value in a file of :func:`write_value`, on the devices of ``model``. Raises MmaccelError if it is missing or
+    broken, or has another fingerprint."""
     try:
         with safe_open(path, "pt") as opened:
             entry = (opened.metadata() or {}).get(_ENTRY)
@@ -146,33 +163,33 @@ def load_cache(file: str | os.PathLike[str], model: Any) -> Any:
     broken = MmaccelError(f"{str(path)!r} was changed after it was saved; save the cache again.")
     try:
         about = json.loads(entry)
-        _check_same(path, about["fingerprint"], _fingerprint(model))
+        _check_same(path, about["fingerprint"], fingerprint)
         tensors = _mapped(content, len(about["devices"]))
         tensors = [x.to(_device(name, model)) for x, name in zip(tensors, about["devices"], strict=True)]
-        loaded = from_data(about["cache"], tensors)
+        return from_data(about["cache"], tensors)
     except MmaccelError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise broken from error
-    if isinstance(loaded, CacheState):
-        return cache_with(loaded)
-    cache = DynamicCache()
-    cache.layer_class_to_replicate = None
-    cache.layers = loaded
-    return cache
+
+
+def fingerprint_of(model: Any, recipe: Recipe | None, *more: Any, processor: Any = None) -> dict[str, Any]:
+    """What a cache depends on beside its content, part by part; ``more`` counts with the recipe, None for the bare model."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if recipe is None:
+        name, identity = "none", digest("bare")
+    else:
+        folder = getattr(model, "name_or_path", "") or None
+        name, identity = recipe.name, digest((recipe_identity(recipe, folder), *more))
+    return {"model": model_identity(model, processor), "recipe": identity, "name": name, "versions": versions()}
 
 
 def _fingerprint(model: Any) -> dict[str, Any]:
-    """What a cache depends on beside its content, part by part."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     handle = Accelerator.on(model)
-    folder = getattr(model, "name_or_path", "")
-    if handle is None:
-        name, recipe = "none", digest("bare")
-    else:
-        name = handle.recipe.name
-        recipe = digest((recipe_identity(handle.recipe, folder or None), handle.drafts.lossless))
-    return {"model": model_identity(model), "recipe": recipe, "name": name, "versions": versions()}
+    return (
+        fingerprint_of(model, None) if handle is None else fingerprint_of(model, handle.recipe, handle.drafts.lossless)
+    )
 
 
 def _check_same(path: Path, saved: dict[str, Any], mine: dict[str, Any]) -> None:
@@ -184,8 +201,8 @@ def _check_same(path: Path, saved: dict[str, Any], mine: dict[str, Any]) -> None
     if saved["recipe"] != mine["recipe"]:
         other = " with other options" if saved["name"] == mine["name"] else f", not {mine['name']!r}"
         raise MmaccelError(
-            f"{str(path)!r} was saved with recipe {saved['name']!r}{other}; accelerate the model with that recipe, or compute "
-            "the cache again."
+            f"{str(path)!r} was saved with recipe {saved['name']!r}{other}; use that recipe, or compute the cache "
+            "again."
         )
     for name, version in saved["versions"].items():
         if mine["versions"].get(name) != version:
@@ -225,7 +242,9 @@ def _write(out: BinaryIO, entry: str, tensors: Iterable[Tensor]) -> None:
 
 def _bytes(x: Tensor) -> Any:
     """The content of a tensor."""
-    return x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    x = x.detach().cpu().contiguous()
+    # a single number may have any stride, which view() refuses
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def _mapped(content: mmap.mmap, count: int) -> list[Tensor]:

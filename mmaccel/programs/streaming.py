@@ -18,11 +18,11 @@ from torch.nn import functional
 from ..accelerate import Accelerator, accelerated
 from ..accelerate.positions import position_limit
 from ..core.transformers_api import DynamicCache, cache_argument
-from ..errors import MmaccelError, UnsupportedError
+from ..errors import MmaccelError, UnsupportedError, first_line
 from ..families import Family, family_of
 from ..families.base import slides
 from ..kv.cache import CacheState, adopt
-from ..kv.parked import ParkedFrames
+from ..kv.parked import ParkedFrames, ParkFile
 from ..media.files import Clip, Prompt, encode
 from ..method import Method, Policy, RecallPolicy
 from ..method.keys import moves_keys
@@ -45,7 +45,7 @@ class _Stream:
     _family: Family
     _recipe: Recipe
     _recall: Stage | None
-    _folder: str | None
+    _file: ParkFile | None
     _recalled: list[int]
     _dialogue: str
     _cache: Any
@@ -128,7 +128,7 @@ class _Stream:
             shared.stream = True
             if self._recall is not None:
                 limit = position_limit(self.model)
-                shared.keep(ParkedFrames(self.cap_tokens, limit, self._folder, prefix=self._prefix))
+                shared.keep(ParkedFrames(self.cap_tokens, limit, self._file, prefix=self._prefix))
         self._last = Clip(stretch[:2], places[:2], 2, self.fps)
         inputs = _tokens(shown, slice(self._prefix if first else 0, length - self._tail), self.model)
         self._visual += int(self._family.visual(inputs["input_ids"]).sum())
@@ -158,8 +158,10 @@ class VideoSession(_Stream):
     """A video stream for one model.
 
     Frames are read in chunks; whenever a layer holds more than ``cap_tokens`` keys a head, the policy of the recipe evicts
-    keys. Nothing else grows with the length of the video. A question sees the current cache and leaves no trace in it; with
-    ``hermes``, which rates keys by the last question and answer too, it changes what is evicted later.
+    keys. Besides, a few bytes are kept for every place of which any head still holds a key. Nothing else grows with the length
+    of the video. What a codec has packed takes no more than the same keys in full precision. A question sees the current cache
+    and leaves no trace in it; with ``hermes``, which rates keys by the last question and answer too, it changes what is evicted
+    later.
 
     With ``recall=`` nothing is evicted: the oldest frames beyond the cap move to host memory, or to files in a folder, and
     every question brings back those that it asks about, layer by layer. On the device are then at most ``cap_tokens`` keys a
@@ -179,7 +181,8 @@ class VideoSession(_Stream):
     chunk : frames that are read at once.
     recall : how parked frames are found: the name of a :class:`~mmaccel.method.RecallPolicy` such as ``rekv``, or a
         :class:`~mmaccel.Stage` with one and its options. By default nothing is parked.
-    park : where frames are parked: ``host`` for memory, else a folder. Files there are deleted with the session.
+    park : where frames are parked: ``host`` for memory, else a folder. They stand there in a file without a name, whose space
+        the system frees when the session or the process ends, however it ends.
 
     Frames keep their positions, each chunk after the largest so far. A session ends at the last position of the model, where
     :meth:`push` and :meth:`ask` raise an error. With ``recall=`` all that is read stands at positions behind each other, so
@@ -228,7 +231,7 @@ class VideoSession(_Stream):
             recipe = "infinipot-v" if recall is None else "none"
         self._recipe = get_recipe(recipe)
         self._recall = None if recall is None else _recall_stage(recall, self._family)
-        self._folder = _folder(park, recall is not None)
+        self._file = _park_file(park, recall is not None)
         self._recalled, self._dialogue, self._cache = list[int](), "", DynamicCache()
         self._waiting: list[np.ndarray] = []
         self._size: tuple[int, ...] = ()
@@ -300,6 +303,38 @@ class VideoSession(_Stream):
         self._dialogue = f"{question} {text}"
         return text
 
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write all that the session has read to a file, from which :meth:`load` goes on in this process or another one. The
+        file is written atomically.
+
+        Raises
+        ------
+        MmaccelError
+            If nothing was read yet, or the file cannot be written.
+        UnsupportedError
+            If the session has ``recall=``.
+        """
+        from .session_file import save_session
+
+        with model_lock(self.model):
+            save_session(self, Path(file))
+
+    def load(self, file: str | os.PathLike[str]) -> None:
+        """Go on where the session in a file of :meth:`save` was, in place of what this one has read.
+
+        Raises
+        ------
+        MmaccelError
+            If the file is missing, incomplete or changed, or belongs to another model, recipe or version, or to a session with
+            another ``cap_tokens``, ``fps`` or ``chunk``. The session is then as it was.
+        UnsupportedError
+            If the session has ``recall=``.
+        """
+        from .session_file import load_session
+
+        with model_lock(self.model), self._whole():
+            load_session(self, Path(file))
+
     @property
     def frames(self) -> int:
         """Frames that were read, without those that wait for a full chunk."""
@@ -309,7 +344,7 @@ class VideoSession(_Stream):
         """The most keys of any head of any layer."""
         if not self._frames:
             return 0
-        return max(len(layer.index) for layer in self._state.layers if not layer.empty)
+        return max(int(layer.head_lengths.max()) for layer in self._state.layers if not layer.empty)
 
     @property
     def visual_tokens(self) -> int:
@@ -457,12 +492,15 @@ def _recall_stage(recall: str | Stage, family: Family) -> Stage:
     return stage
 
 
-def _folder(park: Any, recalls: bool) -> str | None:
-    """The folder that frames are parked in, None for host memory."""
+def _park_file(park: Any, recalls: bool) -> ParkFile | None:
+    """The file that frames are parked in, None for host memory."""
     if park == "host":
         return None
     if not isinstance(park, (str, Path)) or not recalls:
         raise MmaccelError(f"park= is 'host' or a folder, and goes with recall=, got {park!r}.")
-    if not os.path.isdir(park) or not os.access(park, os.W_OK):
-        raise MmaccelError(f"park={str(park)!r} is not a folder that can be written to; create it, or leave out park=.")
-    return str(park)
+    try:
+        return ParkFile(str(park))
+    except OSError as error:
+        raise MmaccelError(
+            f"park={str(park)!r} is not a folder that can be written to ({first_line(error)}); create it, or leave out park=."
+        ) from error

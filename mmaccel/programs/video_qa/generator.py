@@ -28,6 +28,7 @@ from ...method.model_options import KeepLoaded
 from ...recipe import Recipe, get_recipe
 from ...video.clip import Clip
 from ..drafts import DraftArguments, drafting_sums, readings
+from .clip_caches import ClipCaches
 from .questions import VideoQuestion
 
 Record = dict[str, Any]
@@ -211,7 +212,18 @@ class AnswerGenerator:
         self.figures.kv_bytes += stats["kv_bytes"]
         return answers
 
-    def read(self, batch: Batch) -> Prefix:
+    def read(self, batch: Batch, caches: ClipCaches | None = None) -> Prefix:
+        """The prefill of the videos of a batch; with ``caches`` of one video, which may be kept there."""
+        if caches is None:
+            return self._prefill(batch)
+        (about,) = (clip.cut() for _, clip in batch)
+        if (found := caches.find(about)) is not None:
+            return Prefix(**found)
+        prefix = self._prefill(batch)
+        caches.keep(about, vars(prefix))
+        return prefix
+
+    def _prefill(self, batch: Batch) -> Prefix:
         """One prefill of the videos of a batch: their prompts up to the last visual token and any marks after it that do not
         have positions of text."""
         first = batch[0][0][0].words()

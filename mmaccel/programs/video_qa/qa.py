@@ -31,11 +31,14 @@ from ...video.clip import Clip
 from ...video.decode_spec import GIB, DecodeSpec, Select, check_timeout
 from ...video.groups import AT_ONCE, FrameGroups
 from ...video.prefetch import Prefetcher, start_prefetch
+from ..cache_file import fingerprint_of
 from ..drafts import DraftArguments, drafts_identity, for_recipe
 from ..evaluate import fingerprint, sentence
 from ..identity import digests, recipe_parts, versions
 from ..long_video import bounded, needs_all_frames, own_cap, read_groups
+from ..session_file import restore, session_data
 from ..streaming import VideoSession
+from .clip_caches import ClipCaches, content_of
 from .generator import AnswerGenerator, Batch, Figures, Shown
 from .questions import VideoQuestion, as_questions, by_video
 
@@ -69,6 +72,9 @@ class QASettings:
         by group, and a layer holds at most so many keys a head, so that memory does not grow with ``frames``. The recipe's
         policy evicts them; ``infinipot-v`` does where it has none. By default the ``cap`` of the policy; clips are read whole
         where that is not set.
+    caches : a folder where the KV cache of every clip is kept, so that a later run with other questions does not encode and
+        read it again. Clips are then read one at a time, which may change an answer by rounding. With a recipe that needs a
+        prefill for every question it is refused. Delete files of it when you like.
     drafts : arguments ``lossless``, ``draft`` (a folder or a hub id), ``lookup`` and ``fallback`` of
         :func:`mmaccel.accelerate_vlm`.
 
@@ -89,6 +95,7 @@ class QASettings:
     timeout: float = 120.0
     memory: int = 4 * GIB
     cap_tokens: int | None = None
+    caches: str | None = None
     drafts: DraftArguments = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -100,6 +107,8 @@ class QASettings:
                 not isinstance(value, int) or isinstance(value, bool) or value < 1
             ):
                 raise MmaccelError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        if self.caches is not None and not isinstance(self.caches, str):
+            raise MmaccelError(f"caches must be a folder, got {self.caches!r}.")
         check_timeout(self.timeout)
         object.__setattr__(self, "drafts", for_recipe(self.drafts, self.recipe))
         self.decode_spec()
@@ -197,6 +206,7 @@ class QASettings:
             "max_new_tokens": self.max_new_tokens,
             "prompt": asked,
             **({} if self.cap_tokens is None else {"cap_tokens": self.cap}),
+            **({} if self.caches is None else {"caches": True}),
             **drafts_identity(self.drafts),
             **versions(),
         }
@@ -246,6 +256,16 @@ class VideoAnswerer:
             # refuses a model that cannot follow a stream before the long run
             VideoSession(*self._session, **self._options)
             self.figures.note(f"clips are read group by group, in a cache of {settings.cap} keys a head (cap)")
+        elif settings.caches is not None and (why := self.generator.own_prefill) is not None:
+            raise MmaccelError(
+                f"caches= cannot be used here: {why}, so every question reads its clip again; leave it out, or use a recipe "
+                "such as 'balanced'."
+            )
+        self.caches: ClipCaches | None = None
+        if settings.caches is not None:
+            recipe, more = settings.recipe, (settings.cap, settings.frames)
+            fingerprint = fingerprint_of(model, recipe, "video-qa", *more, processor=processor)
+            self.caches = ClipCaches(settings.caches, model, fingerprint, self.figures.note)
         self.size = settings.most
         #: placeholders of media in prompts
         self._placeholders = [getattr(processor, name, None) for name in ("video_token", "image_token")]
@@ -342,15 +362,10 @@ class VideoAnswerer:
         settings, figures = self.settings, self.figures
         try:
             with figures.measure("model"):
-                how: dict[str, Any] = {"isolated": True, "timeout": settings.timeout, "memory": settings.memory}
-                groups = FrameGroups(group[0].path, settings.frames, **how)
-                session = read_groups(groups, *self._session, **self._options)
+                session = self._followed(group[0].path)
         except Exception as caught:
             yield from self._failed(wanted, sentence(caught, "The video could not be read"))
             return
-        figures.videos += 1
-        figures.backends[groups.backend] += 1
-        figures.prefills += 1
         for one in wanted:
             if (error := self._placeholder(one)) is not None:
                 yield from self._failed([one], error)
@@ -366,6 +381,25 @@ class VideoAnswerer:
             figures.visual_tokens_kept += min(session.visual_tokens, session.tokens())
             figures.kv_bytes += session.nbytes()
             yield one.record(answer)
+
+    def _followed(self, path: str) -> VideoSession:
+        """A session that has seen a video: from the caches where it was kept there."""
+        settings, figures = self.settings, self.figures
+        if (caches := self.caches) is not None:
+            about = content_of(path)
+            if (found := caches.find(about)) is not None:
+                session = VideoSession(*self._session, **self._options)
+                restore(session, found)
+                return session
+        how: dict[str, Any] = {"isolated": True, "timeout": settings.timeout, "memory": settings.memory}
+        groups = FrameGroups(path, settings.frames, **how)
+        session = read_groups(groups, *self._session, **self._options)
+        figures.videos += 1
+        figures.backends[groups.backend] += 1
+        figures.prefills += 1
+        if caches is not None and session.frames:
+            caches.keep(about, session_data(session))
+        return session
 
     # --- batches --------------------------------------------------------------------------------
     def _chosen(self, group: list[VideoQuestion], clip: Clip) -> Batch:
@@ -396,7 +430,7 @@ class VideoAnswerer:
         order = sorted(shown, key=lambda s: (len(s[1].stay), s[1].clip.frames[0].size, len(s[0][0].words())))
         batch: Batch = []
         for group, clip in order:
-            full = sum(len(g) for g, _ in batch) + len(group) > self.size
+            full = self.caches is not None or sum(len(g) for g, _ in batch) + len(group) > self.size
             if batch and (full or len(batch[0][1].stay) != len(clip.stay)):
                 yield batch
                 batch = []
@@ -445,8 +479,9 @@ class VideoAnswerer:
         chunks = [chunk for chunk in chunks if any(one.name not in done for one, _ in chunk)]
         if not chunks:
             return
-        # a shared prefill only helps with several questions
-        prefix = self.generator.read(batch) if len(rows) > len(batch) else None
+        # a shared prefill only helps with several questions, now or in a later run
+        shared = self.caches is not None or len(rows) > len(batch)
+        prefix = self.generator.read(batch, self.caches) if shared else None
         for chunk in chunks:
             if prefix is not None:
                 answers = self.generator.resume(prefix, chunk)
@@ -474,6 +509,7 @@ def answer_videos(
     timeout: float = 120.0,
     memory: int = 4 * GIB,
     cap_tokens: int | None = None,
+    caches: str | os.PathLike[str] | None = None,
     lossless: bool = False,
     draft: Any = None,
     lookup: bool | str = False,
@@ -492,7 +528,7 @@ def answer_videos(
     processor : the model's processor; loaded with a model that is named.
     recipe, retain, lossless, draft, lookup, fallback, **overrides : as for :func:`mmaccel.accelerate_vlm`. Methods of site
         ``frames`` are applied as well.
-    frames, frame_method, frame_options, max_new_tokens, batch_size, timeout, memory, cap_tokens : see
+    frames, frame_method, frame_options, max_new_tokens, batch_size, timeout, memory, cap_tokens, caches : see
         :class:`QASettings`.
 
     Yields
@@ -527,6 +563,7 @@ def answer_videos(
         timeout=timeout,
         memory=memory,
         cap_tokens=cap_tokens,
+        caches=None if caches is None else os.fspath(caches),
         drafts={name: value for name, value in drafts.items() if value not in (False, None)},
     )
     asked = as_questions(questions)

@@ -236,11 +236,12 @@ class ReadFrames(RecallRun):
                 _parts(self.policy, layer, memory.prefix, mine) for layer, mine in zip(layers, counts, strict=True)
             ]
         except (RuntimeError, MemoryError) as error:
-            raise full(memory.folder, error) from error
+            raise full(memory.file, error) from error
         for at in range(first - before):
             held, own = [mine[at] for mine in frames], tuple(mine[at] for mine in counts)
             turned = memory.begins[memory.seen[before + at].stretch]
-            memory.parked.append(ParkedFrame(park(held, memory.folder), own, turned))
+            last = memory.parked[-1].frame if memory.parked else None
+            memory.parked.append(ParkedFrame(park(held, memory.file, last), own, turned))
         back = self._move() if self.policy.contiguous else 0
         made: dict[int, KeyIndex] = {}
         for layer, mine in zip(layers, counts, strict=True):
