@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -93,7 +93,8 @@ class ParkFile:
 def _content(x: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU."""
     # a single number may have any stride, which view() refuses
-    return memoryview(x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy())
+    content: Any = x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()
+    return memoryview(content)
 
 
 @dataclass(frozen=True)

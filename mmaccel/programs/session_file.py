@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,15 +12,12 @@ from ..kv.cache import cache_with
 from ..media.files import Clip
 from .cache_file import fingerprint_of, read_value, write_value
 
-if TYPE_CHECKING:
-    from .streaming import VideoSession
-
 #: attributes that are plain data
-_PLAIN = ("_dialogue", "_size", "_frames", "_prefix", "_tail", "_visual")
+_PLAIN = ("fps", "chunk", "_dialogue", "_size", "_frames", "_prefix", "_tail", "_visual")
 
 
-def session_data(session: VideoSession) -> dict[str, Any]:
-    """What a session has read, as data of :func:`.cache_file.write_value`.
+def session_data(session: Any) -> dict[str, Any]:
+    """What a :class:`.VideoSession` has read, as data of :func:`.cache_file.write_value`.
 
     Raises
     ------
@@ -42,27 +39,27 @@ def session_data(session: VideoSession) -> dict[str, Any]:
     }
 
 
-def restore(session: VideoSession, data: dict[str, Any]) -> None:
+def restore(session: Any, data: dict[str, Any]) -> None:
     """Let a session go on where the session of :func:`session_data` was."""
     frames, indices = data["last"]
     session._cache = cache_with(data["state"])
     session._waiting = [frame.numpy().copy() for frame in data["waiting"]]
-    session._last = Clip(frames.numpy().copy(), indices, len(indices), session.fps)
+    session._last = Clip(frames.numpy().copy(), indices, len(indices), data["fps"])
     vars(session).update({name: data[name] for name in _PLAIN})
 
 
-def save_session(session: VideoSession, path: Path) -> None:
+def save_session(session: Any, path: Path) -> None:
     """Write a session to a file, see :meth:`.VideoSession.save`."""
     write_value(path, session_data(session), _fingerprint(session))
 
 
-def load_session(session: VideoSession, path: Path) -> None:
+def load_session(session: Any, path: Path) -> None:
     """Read a file of :func:`save_session`, see :meth:`.VideoSession.load`."""
     if session._recall is not None:
         raise UnsupportedError("A session with recall= cannot be loaded; leave out recall=.")
     restore(session, read_value(path, session.model, _fingerprint(session)))
 
 
-def _fingerprint(session: VideoSession) -> dict[str, Any]:
+def _fingerprint(session: Any) -> dict[str, Any]:
     how = session.cap_tokens, session.chunk, session.fps
     return fingerprint_of(session.model, session._recipe, "session", how, processor=session.processor)

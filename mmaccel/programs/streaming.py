@@ -30,6 +30,7 @@ from ..method.registry import methods
 from ..recipe import Recipe, Stage, get_recipe
 from ..video.clip import as_frames, as_rate
 from .model_lock import model_lock
+from .session_file import load_session, save_session
 
 #: inputs that have an entry for every token of the prompt
 _PER_TOKEN = ("input_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -314,8 +315,6 @@ class VideoSession(_Stream):
         UnsupportedError
             If the session has ``recall=``.
         """
-        from .session_file import save_session
-
         with model_lock(self.model):
             save_session(self, Path(file))
 
@@ -330,8 +329,6 @@ class VideoSession(_Stream):
         UnsupportedError
             If the session has ``recall=``.
         """
-        from .session_file import load_session
-
         with model_lock(self.model), self._whole():
             load_session(self, Path(file))
 

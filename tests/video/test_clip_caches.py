@@ -55,9 +55,11 @@ def test_a_later_run_reads_no_clip_again(
     assert again.figures.failed == 0 and again.caches is not None and again.caches.loaded == 3
 
 
-def test_a_later_run_follows_no_long_clip_again(clips: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", few(("qwen2_5_vl", "smolvlm", "qwen3_vl"), ("qwen2_5_vl",)))
+def test_a_later_run_follows_no_long_clip_again(family: str, clips: Path, tmp_path: Path) -> None:
+    """Also where questions read the rate of the frames, as times."""
     recipe = get_recipe("balanced").override(frames_at_once=4)
-    first, again = (answerer("qwen2_5_vl", recipe, frames=20, cap_tokens=60, caches=str(tmp_path)) for _ in range(2))
+    first, again = (answerer(family, recipe, frames=20, cap_tokens=60, caches=str(tmp_path)) for _ in range(2))
     wanted = answers(first, both(clips, OTHER))
     assert first.figures.prefills == first.figures.videos == 2 and len(list(tmp_path.iterdir())) == 2
     assert answers(again, both(clips, OTHER)) == wanted and again.figures.prefills == again.figures.videos == 0

@@ -218,6 +218,43 @@ class QASettings:
         return Recipe(f"frames by {self.frame_method}", (Stage(self.frame_method, 1.0, self.frame_options),))
 
 
+class _LongClips:
+    """Clips that are read group by group, with at most ``cap`` keys a head, or taken from ``caches``.
+
+    Raises MmaccelError if the model cannot follow a stream.
+    """
+
+    def __init__(self, generator: AnswerGenerator, settings: QASettings, cap: int, caches: ClipCaches | None) -> None:
+        self._figures, self._settings, self._caches = generator.figures, settings, caches
+        self._session = generator.model, bounded(settings.recipe, cap)
+        self._options: dict[str, Any] = {"processor": generator.prepared, "cap_tokens": cap}
+        VideoSession(*self._session, **self._options)
+        self._figures.note(f"clips are read group by group, in a cache of {cap} keys a head (cap)")
+
+    def follow(self, path: str) -> VideoSession:
+        """A session that has seen a video."""
+        if self._caches is None:
+            return self._read(path)
+        session, about = VideoSession(*self._session, **self._options), content_of(path)
+        if (found := self._caches.find(about)) is not None:
+            restore(session, found)
+            return session
+        session = self._read(path)
+        if session.frames:
+            self._caches.keep(about, session_data(session))
+        return session
+
+    def _read(self, path: str) -> VideoSession:
+        settings, figures = self._settings, self._figures
+        how: dict[str, Any] = {"isolated": True, "timeout": settings.timeout, "memory": settings.memory}
+        groups = FrameGroups(path, settings.frames, **how)
+        session = read_groups(groups, *self._session, **self._options)
+        figures.videos += 1
+        figures.backends[groups.backend] += 1
+        figures.prefills += 1
+        return session
+
+
 class VideoAnswerer:
     """A model that answers questions about videos.
 
@@ -250,22 +287,8 @@ class VideoAnswerer:
         if getattr(processor, "video_processor", None) is None:
             raise MmaccelError(f"{settings.model!r} takes no video; give a model that does, such as a Qwen2.5-VL.")
         self.generator = AnswerGenerator(model, processor, settings.recipe, settings.max_new_tokens, settings.drafts)
-        if settings.cap is not None:
-            self._session = model, bounded(settings.recipe, settings.cap)
-            self._options = {"processor": self.generator.prepared, "cap_tokens": settings.cap}
-            # refuses a model that cannot follow a stream before the long run
-            VideoSession(*self._session, **self._options)
-            self.figures.note(f"clips are read group by group, in a cache of {settings.cap} keys a head (cap)")
-        elif settings.caches is not None and (why := self.generator.own_prefill) is not None:
-            raise MmaccelError(
-                f"caches= cannot be used here: {why}, so every question reads its clip again; leave it out, or use a recipe "
-                "such as 'balanced'."
-            )
-        self.caches: ClipCaches | None = None
-        if settings.caches is not None:
-            recipe, more = settings.recipe, (settings.cap, settings.frames)
-            fingerprint = fingerprint_of(model, recipe, "video-qa", *more, processor=processor)
-            self.caches = ClipCaches(settings.caches, model, fingerprint, self.figures.note)
+        self.caches = None if settings.caches is None else _caches(self.generator, settings)
+        self._long = None if settings.cap is None else _LongClips(self.generator, settings, settings.cap, self.caches)
         self.size = settings.most
         #: placeholders of media in prompts
         self._placeholders = [getattr(processor, name, None) for name in ("video_token", "image_token")]
@@ -359,10 +382,11 @@ class VideoAnswerer:
         if not wanted or group[0].error:
             yield from self._failed(wanted, group[0].error or "")
             return
-        settings, figures = self.settings, self.figures
+        figures, long = self.figures, self._long
+        assert long is not None
         try:
             with figures.measure("model"):
-                session = self._followed(group[0].path)
+                session = long.follow(group[0].path)
         except Exception as caught:
             yield from self._failed(wanted, sentence(caught, "The video could not be read"))
             return
@@ -372,7 +396,7 @@ class VideoAnswerer:
                 continue
             try:
                 with figures.measure("model"):
-                    answer = session.ask(one.words(), settings.max_new_tokens)
+                    answer = session.ask(one.words(), self.settings.max_new_tokens)
             except Exception as caught:
                 yield from self._failed([one], sentence(caught, "The model could not answer"))
                 continue
@@ -381,25 +405,6 @@ class VideoAnswerer:
             figures.visual_tokens_kept += min(session.visual_tokens, session.tokens())
             figures.kv_bytes += session.nbytes()
             yield one.record(answer)
-
-    def _followed(self, path: str) -> VideoSession:
-        """A session that has seen a video: from the caches where it was kept there."""
-        settings, figures = self.settings, self.figures
-        if (caches := self.caches) is not None:
-            about = content_of(path)
-            if (found := caches.find(about)) is not None:
-                session = VideoSession(*self._session, **self._options)
-                restore(session, found)
-                return session
-        how: dict[str, Any] = {"isolated": True, "timeout": settings.timeout, "memory": settings.memory}
-        groups = FrameGroups(path, settings.frames, **how)
-        session = read_groups(groups, *self._session, **self._options)
-        figures.videos += 1
-        figures.backends[groups.backend] += 1
-        figures.prefills += 1
-        if caches is not None and session.frames:
-            caches.keep(about, session_data(session))
-        return session
 
     # --- batches --------------------------------------------------------------------------------
     def _chosen(self, group: list[VideoQuestion], clip: Clip) -> Batch:
@@ -492,6 +497,19 @@ class VideoAnswerer:
             for (one, _), answer in zip(chunk, answers, strict=True):
                 if one.name not in done:
                     yield one, answer
+
+
+def _caches(generator: AnswerGenerator, settings: QASettings) -> ClipCaches:
+    """The folder of clips that were read before. Raises MmaccelError if it cannot be used."""
+    assert settings.caches is not None
+    if settings.cap is None and (why := generator.own_prefill) is not None:
+        raise MmaccelError(
+            f"caches= cannot be used here: {why}, so every question reads its clip again; leave it out, or use a recipe "
+            "such as 'balanced'."
+        )
+    more = "video-qa", settings.cap, settings.frames
+    same = fingerprint_of(generator.model, settings.recipe, *more, processor=generator.processor)
+    return ClipCaches(settings.caches, generator.model, same, generator.figures.note)
 
 
 def answer_videos(
