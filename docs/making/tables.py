@@ -50,6 +50,7 @@ MAKERS |= {
     "offload": "offload",
     "streams": "streams",
     "streams-hour": "streams",
+    "streams-long": "streams",
 }
 MAKERS |= {"long-video": "long_video", "prompt-cache": "prompt_cache"}
 ROWS = re.compile(r"(<!-- rows of ([\w-]+): ([^|>]+) \| ([^>]+) -->\n).*?(<!-- /rows -->)", re.S)
