@@ -564,6 +564,7 @@ PAGED = {
     "signs": (("sign", "channel", 64), ("sign", "channel", 64), 256, 8),
     "by token": (("int4", "token", 256), ("sign", "token", 64), 256, 8),
     "levels, 2 bits": (("book2", "token", 256), ("book2", "token", 256), 128, 16),
+    "levels, 3 bits": (("book3", "token", 256), ("book3", "token", 256), 128, 16),
     "levels, 4 bits": (("book4", "token", 256), ("book4", "token", 256), 128, 16),
 }
 HALVES = (torch.float16, torch.bfloat16)

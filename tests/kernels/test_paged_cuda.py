@@ -25,6 +25,7 @@ NAMES = [
     "one range, 2 bits",
     "one range, 4 bits",
     "levels, 2 bits",
+    "levels, 3 bits",
     "levels, 4 bits",
 ]
 
@@ -54,14 +55,14 @@ def test_pages_are_read_as_the_definition_says(name, dtype, on_host):
     assert used(on_host)
 
 
-@pytest.mark.parametrize("name", ["kivi 4", "kivi 2", "fp8", "one range, 4 bits", "levels, 2 bits", "levels, 4 bits"])
+@pytest.mark.parametrize("name", ["kivi 4", "kivi 2", "fp8", "one range, 4 bits", "levels, 2 bits", "levels, 3 bits", "levels, 4 bits"])
 def test_heads_of_64_channels(name, on_host):
     compare(paged_inputs(name, torch.float16, "cpu", d=64, groups=4), more=3)
     assert used(on_host)
 
 
 @pytest.mark.parametrize(("groups", "queries", "masked"), [(1, 1, True), (4, 3, True), (4, 3, False), (20, 1, False)])
-@pytest.mark.parametrize("name", ["kivi 2", "one range, 1 bit", "levels, 4 bits"])
+@pytest.mark.parametrize("name", ["kivi 2", "one range, 1 bit", "levels, 3 bits", "levels, 4 bits"])
 def test_several_queries_and_a_mask(name, groups, queries, masked, on_host):
     compare(paged_inputs(name, torch.float16, "cpu", groups=groups, queries=queries, masked=masked), more=3)
     assert used(on_host)

@@ -64,7 +64,7 @@ def macros(pages: Pages, query: Tensor, masked: bool) -> dict[str, int] | None:
     """Compile-time constants of ``paged.cu`` for these pages and such a query, by name; None if it cannot read them."""
     if not _fits(pages, query):
         return None
-    key, value, digits = pages.keys[0], pages.values[0], pages.keys[0].format.digits
+    key, value, digits = pages.keys[0], pages.values[0], _digits(pages.keys[0].format)
     made = {
         "BITS": 8 // digits,
         "FP8": key.format.code == "fp8",
@@ -110,13 +110,13 @@ def built(macros: dict[str, int], target: str) -> dict[str, int]:
 
 
 def _book(format: Format) -> dict[str, int]:
-    """How many positive levels codes have a book of, and the bits of these as float16: both of two; of eight the lower bytes of
-    four, those of the others, and the higher bytes alike."""
+    """How many positive levels codes have a book of, and the bits of these as float16: both of two; of four or eight the lower
+    bytes of four, those of the others, and the higher bytes alike."""
     made = {"BOOK": len(format.book), **{f"BOOK_{i}": 0 for i in range(4)}}
     bits = torch.tensor(format.book, dtype=torch.float16).view(torch.int16).tolist()
     if len(bits) == 2:
         return made | {"BOOK_0": bits[0], "BOOK_1": bits[1]}
-    for i in range(2 * (len(bits) == 8)):
+    for i in range(len(bits) // 4):
         four = bits[4 * i : 4 * i + 4]
         made[f"BOOK_{i}"], made[f"BOOK_{i + 2}"] = (
             sum((x >> shift & 255) << 8 * place for place, x in enumerate(four)) for shift in (0, 8)
@@ -126,8 +126,13 @@ def _book(format: Format) -> dict[str, int]:
 
 def _unit(pages: Pages) -> int:
     """Tokens of a unit: whole rows of bytes, and two tiles of 16 at least."""
-    digits = pages.keys[0].format.digits
+    digits = _digits(pages.keys[0].format)
     return max(32, pages.tile * digits) if digits > 1 else 32
+
+
+def _digits(format: Format) -> int:
+    """Codes a byte; of codes of three bits the lower two."""
+    return 4 if format.three_bits else format.digits
 
 
 def _fits(pages: Pages, query: Tensor) -> bool:
@@ -136,14 +141,15 @@ def _fits(pages: Pages, query: Tensor) -> bool:
         return False
     key, value, unit = pages.keys[0], pages.values[0], _unit(pages)
     key_form, value_form, width = key.format, value.format, value.codes.shape[2]
+    digits = _digits(key_form)
     by_channel, pooled = key_form.axis == "channel", value_form.axis == "channel"
     grouped = _grouped(pages, unit)
     return (
         query.dtype != torch.float32
         and (key_form.digits, key_form.code == "fp8") == (value_form.digits, value_form.code == "fp8")
         and key_form.book == value_form.book
-        and len(key_form.book) in (0, 2, 8)
-        and not (key_form.three_bits or value_form.three_bits)
+        and len(key_form.book) in (0, 2, 4, 8)
+        and not any(form.three_bits and not form.by_book for form in (key_form, value_form))
         and (key_form.affine or key_form.code == "fp8" or key_form.by_book)
         and (
             value_form.affine
@@ -155,7 +161,7 @@ def _fits(pages: Pages, query: Tensor) -> bool:
         and all(of.scale.dtype == torch.float16 for of in (*pages.keys, value))
         and pages.tile % 8 == 0
         and unit <= 64
-        and unit % (pages.tile * key_form.digits if key_form.digits > 1 else 1) == 0
+        and unit % (pages.tile * digits if digits > 1 else 1) == 0
         # four warps read four units, which are whole pages
         and pages.page in (unit, 2 * unit, 4 * unit)
         and width in (64, 128)
@@ -189,7 +195,7 @@ def _signs(other: Plane, key: Plane) -> bool:
 def shared(macros: dict[str, int]) -> int:
     """Bytes of shared memory of a block, as the source divides them."""
     m = macros
-    stage = m["UNIT"] * m["BITS"] // 8 * (m["KEY_WIDTH"] + m["OTHER_WIDTH"] + m["WIDTH"]) + 16
+    stage = m["UNIT"] * m["BITS"] // 8 * (m["KEY_WIDTH"] + m["OTHER_WIDTH"] + m["WIDTH"]) * (1 + (m["BOOK"] == 4)) + 16
     found = 4 * (8 * m["WIDTH"] + 16)
     query = 16 * (m["KEY_WIDTH"] + m["OTHER_WIDTH"]) + 16
     if m["VALUE_BY_CHANNEL"] and m["VALUE_GROUP"] == m["PAGE"]:

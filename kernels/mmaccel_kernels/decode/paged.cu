@@ -4,7 +4,8 @@
 // "instructions", which tests replace in order to run this file on a CPU.
 //
 // A warp reads units of UNIT tokens. A unit is whole: its rows of bytes lie one behind the other. Scales of channels serve all of
-// it, or one of its SPANS. Keys may stand in two planes, the OTHER one of signs, of which two units share bytes.
+// it, or one of its SPANS. Keys may stand in two planes, the OTHER one of signs, of which two units share bytes. So they do the
+// highest bits of codes of three, which stand behind the rows of the lower two.
 // Of m16n8k16, keys are the 16 rows of the first product, channels those of the second:
 //   S^T = K Q^T, 16 tokens a tile: lane (g, t) has tokens g and g + 8, columns (query rows) 2t and 2t + 1
 //   O^T = V^T P^T, 16 channels a tile: lane (g, t) has two of its own channels, the same columns
@@ -124,6 +125,8 @@ DEVICE u32 bits(float x) { return __float_as_uint(x); }
 #endif
 
 // --- the configuration -----------------------------------------------------------------------------------------------
+// of three bits, BITS are the lower two
+constexpr bool THREE = BOOK == 4;
 constexpr int DIGITS = 8 / BITS;
 constexpr int ROWS = UNIT / DIGITS;          // of bytes in a unit
 constexpr int EIGHTS = ROWS / 8;
@@ -146,6 +149,7 @@ static_assert(!GROUPED || (KEY_BY_CHANNEL && KEY_GROUP == VALUE_GROUP && UNIT % 
 // units that share the bytes of signs
 constexpr int TOGETHER = 8 * TILE / UNIT > 0 ? 8 * TILE / UNIT : 1;
 static_assert(!OTHER_WIDTH || (GROUPED && BITS == 2 && UNIT == 4 * TILE), "");
+static_assert(!THREE || (BITS == 2 && UNIT == 4 * TILE), "");
 constexpr float SMALLEST = BOOK ? 1.f : FP8 ? 256.f : 16777216.f;
 constexpr float NONE = -1e30f;
 
@@ -165,7 +169,9 @@ constexpr int KEY_WORDS = Keys<false>::words + Keys<true>::words;
 constexpr int KEY_CODES = 0;
 constexpr int OTHER_CODES = KEY_CODES + ROWS * KEY_WIDTH;
 constexpr int VALUE_CODES = OTHER_CODES + ROWS * OTHER_WIDTH;
-constexpr int KEY_SCALES = VALUE_CODES + ROWS * WIDTH;
+constexpr int KEY_HIGHEST = VALUE_CODES + ROWS * WIDTH;
+constexpr int VALUE_HIGHEST = KEY_HIGHEST + THREE * ROWS * KEY_WIDTH;
+constexpr int KEY_SCALES = VALUE_HIGHEST + THREE * ROWS * WIDTH;
 DEVICE constexpr int space_of(int bytes) { return POOLED ? 0 : bytes > 256 ? bytes : 256; }
 constexpr u32 KEY_ROW = Keys<false>::line * SPANS, OTHER_ROW = Keys<true>::line * SPANS;
 constexpr u32 VALUE_ROW = 2 * (GROUPED ? WIDTH * SPANS : UNIT * GROUPS);
@@ -201,13 +207,15 @@ template <bool SHIFTED, bool SIGN = false> DEVICE u32 codes(u32 word, int digit)
 #endif
 }
 
-// both pairs of codes of a word
-template <bool SIGN = false> DEVICE void pairs(u32 &even, u32 &odd, u32 word, int digit) {
-#if BOOK && BITS == 4
-    const u32 rank = word >> digit * BITS & 0x07070707u, which = rank | rank >> 12;
+// both pairs of codes of a word; of codes of three bits ``highest`` has the highest
+template <bool SIGN = false> DEVICE void pairs(u32 &even, u32 &odd, u32 word, u32 highest, int digit) {
+#if BOOK > 2
+    const u32 rank = word >> digit * BITS & (BOOK - 1) * 0x01010101u, which = rank | rank >> 12;
     const u32 low = bytes(BOOK_0, BOOK_1, which), high = bytes(BOOK_2, BOOK_3, which);
-    even = bytes(low, high, 0x5140) | (word << (12 - digit * BITS) & 0x80008000u);
-    odd = bytes(low, high, 0x7362) | ((digit ? word : word << 4) & 0x80008000u);
+    const u32 sign = THREE ? highest : word;
+    const int place = THREE ? digit : digit * BITS + 3;
+    even = bytes(low, high, 0x5140) | (sign << (15 - place) & 0x80008000u);
+    odd = bytes(low, high, 0x7362) | (sign << (7 - place) & 0x80008000u);
 #else
     even = codes<false, SIGN>(word, digit), odd = codes<true, SIGN>(word, digit);
 #endif
@@ -317,11 +325,13 @@ struct Sources {
     Codes keys, other;
     const u8 *values, *value_scales;
     const int *count;
+    u32 highest;                // units from that of the lower bits to that with the highest ones
 };
 
 // Bytes from a unit of a page to the next, and from a page to the next.
 constexpr u32 KEY_BYTES = ROWS * KEY_WIDTH, OTHER_BYTES = ROWS * OTHER_WIDTH, VALUE_BYTES = ROWS * WIDTH;
-constexpr u32 KEY_PAGE = KEY_BYTES * UNITS, OTHER_PAGE = OTHER_BYTES * ((UNITS + TOGETHER - 1) / TOGETHER);
+constexpr u32 OF_SIGNS = (UNITS + TOGETHER - 1) / TOGETHER, ALL = UNITS + THREE * OF_SIGNS;
+constexpr u32 KEY_PAGE = KEY_BYTES * ALL, OTHER_PAGE = OTHER_BYTES * OF_SIGNS, VALUE_PAGE = VALUE_BYTES * ALL;
 constexpr u32 LINES = KEY_BY_CHANNEL ? PAGE / KEY_GROUP : UNITS;
 constexpr u32 VALUE_META = GROUPED ? 2 * WIDTH * (PAGE / VALUE_GROUP) : VALUE_ROW * UNITS;
 DEVICE u32 row_of(u32 place) { return KEY_BY_CHANNEL ? place * UNIT / KEY_GROUP : place; }
@@ -348,6 +358,7 @@ DEVICE void to_place(Sources &from, u32 place) {
     from.values += place * VALUE_BYTES, from.value_scales += place * VALUE_ROW;
     keep(from.values);
     if (!POOLED) keep(from.value_scales);
+    from.highest = UNITS - place + place / TOGETHER;
 }
 
 // Rows of scales are 256 bytes apart at least, so that half of the lanes have one.
@@ -377,16 +388,25 @@ template <bool OTHER> DEVICE void issue_keys(u8 *to, const Codes &from, u64 offs
     }
 }
 
-// Start to copy a unit of page ``index``, whose scales are in row ``at``.
-DEVICE void issue(u8 *stage, const Sources &from, u32 index, u32 at, int lane) {
-    const u8 *values = from.values + (u64)index * (VALUE_BYTES * UNITS);
-    issue_keys<false>(stage + KEY_CODES, from.keys, (u64)index * KEY_PAGE, lane);
-    if (OTHER_WIDTH) issue_keys<true>(stage + OTHER_CODES, from.other, (u64)index * OTHER_PAGE, lane);
+// Start to copy codes of values.
+DEVICE void issue_values(u8 *to, const u8 *from, int lane) {
 #pragma unroll
     for (int e = 0; e < EIGHTS; e++)
 #pragma unroll
         for (int r = 0; r < 2; r++)
-            copy<4 * WORDS>(stage + VALUE_CODES + (e * 2 + r) * 128 * WORDS + lane * 4 * WORDS, values + (e * 8 + r) * WIDTH);
+            copy<4 * WORDS>(to + (e * 2 + r) * 128 * WORDS + lane * 4 * WORDS, from + (e * 8 + r) * WIDTH);
+}
+
+// Start to copy a unit of page ``index``, whose scales are in row ``at``.
+DEVICE void issue(u8 *stage, const Sources &from, u32 index, u32 at, int lane) {
+    const u8 *values = from.values + (u64)index * VALUE_PAGE;
+    issue_keys<false>(stage + KEY_CODES, from.keys, (u64)index * KEY_PAGE, lane);
+    if (OTHER_WIDTH) issue_keys<true>(stage + OTHER_CODES, from.other, (u64)index * OTHER_PAGE, lane);
+    issue_values(stage + VALUE_CODES, values, lane);
+    if (THREE) {
+        issue_keys<false>(stage + KEY_HIGHEST, from.keys, (u64)index * KEY_PAGE + from.highest * KEY_BYTES, lane);
+        issue_values(stage + VALUE_HIGHEST, values + from.highest * VALUE_BYTES, lane);
+    }
     if (!POOLED) {
         copy_scales<KEY_ROW, KEY_AFFINE>(stage + KEY_SCALES, from.keys.scales + (u64)at * (Keys<false>::line * LINES), lane);
         if (OTHER_WIDTH)
@@ -404,13 +424,15 @@ template <int COUNT_> DEVICE void fold(u32 (&out)[COUNT_], const u32 *q, const u
 
 // products of one word of every lane of keys, of all tokens of a unit, with words i and i + 1 of the query of every span
 template <bool OTHER, int N>
-DEVICE void multiply_words(float (&s)[TILES][4], const u32 (&word)[EIGHTS], const u32 (&q)[SPANS][N], int i) {
+DEVICE void multiply_words(
+    float (&s)[TILES][4], const u32 (&word)[EIGHTS], const u32 (&highest)[EIGHTS], const u32 (&q)[SPANS][N], int i
+) {
 #pragma unroll
     for (int k = 0; k < TILES; k++) {
-        const int first = digit_of(2 * k), second = digit_of(2 * k + 1);
-        const u32 x = word[rows_of(2 * k)], y = word[rows_of(2 * k + 1)];
+        const int first = rows_of(2 * k), second = rows_of(2 * k + 1);
         u32 a[4];
-        pairs<OTHER>(a[0], a[2], x, first), pairs<OTHER>(a[1], a[3], y, second);
+        pairs<OTHER>(a[0], a[2], word[first], highest[first], digit_of(2 * k));
+        pairs<OTHER>(a[1], a[3], word[second], highest[second], digit_of(2 * k + 1));
         multiply(s[k], a[0], a[1], a[2], a[3], q[k / SPAN][i], q[k / SPAN][i + 1]);
     }
 }
@@ -458,15 +480,22 @@ DEVICE void score(
                 for (int i = 0; i < 8; i++) folded[span][i] = q[i];
             }
         }
-        Words words[EIGHTS];
+        Words words[EIGHTS], signs[EIGHTS];
 #pragma unroll
-        for (int e = 0; e < EIGHTS; e++) words[e] = read(codes_at + (e * K::wide + j) * 512 + lane * 16);
+        for (int e = 0; e < EIGHTS; e++) {
+            const int at = (e * K::wide + j) * 512 + lane * 16;
+            words[e] = read(codes_at + at);
+            signs[e] = THREE ? read(stage + KEY_HIGHEST + at) : words[e];
+        }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            u32 word[EIGHTS];
+            u32 word[EIGHTS], sign[EIGHTS];
 #pragma unroll
-            for (int e = 0; e < EIGHTS; e++) word[e] = OTHER ? word_of(words[e], i) >> shift : word_of(words[e], i);
-            multiply_words<OTHER>(s, word, folded, 2 * i);
+            for (int e = 0; e < EIGHTS; e++) {
+                word[e] = OTHER ? word_of(words[e], i) >> shift : word_of(words[e], i);
+                sign[e] = word_of(signs[e], i) >> shift;
+            }
+            multiply_words<OTHER>(s, word, sign, folded, 2 * i);
         }
     }
 #pragma unroll
@@ -489,13 +518,15 @@ DEVICE void score(
                 }
             }
         }
-        u32 word[EIGHTS];
+        u32 word[EIGHTS], sign[EIGHTS];
 #pragma unroll
         for (int e = 0; e < EIGHTS; e++) {
-            word[e] = read_word(codes_at + K::wide * 64 * ROWS + ((e * 8 + g) * K::narrow + r) * 16 + t * 4);
+            const int at = K::wide * 64 * ROWS + ((e * 8 + g) * K::narrow + r) * 16 + t * 4;
+            word[e] = read_word(codes_at + at);
             if (OTHER) word[e] >>= shift;
+            sign[e] = THREE ? read_word(stage + KEY_HIGHEST + at) >> shift : 0;
         }
-        multiply_words<OTHER>(s, word, folded, 0);
+        multiply_words<OTHER>(s, word, sign, folded, 0);
     }
 #pragma unroll
     for (int span = 0; span < SPANS; span++)
@@ -523,7 +554,7 @@ DEVICE void scores(
 #pragma unroll
             for (int i = 0; i < 4; i++) s[k][i] *= 1 << digit_of(2 * k + i / 2);
     }
-    score<false>(s, added, stage, query, 0, lane);
+    score<false>(s, added, stage, query, shift, lane);
     if (OTHER_WIDTH)
 #pragma unroll
         for (int span = 0; span < SPANS; span++) added[span][0] += more[span][0], added[span][1] += more[span][1];
@@ -652,10 +683,32 @@ DEVICE void close(State &state, const float (&found)[2 * WORDS][4], const float 
 // weights without the place of a digit
 DEVICE u32 unplaced(u32 p, int digit) { return digit && !BOOK ? times(p, 0x3c003c00u + digit * BITS * 0x04000400u) : p; }
 
-// What the values of a unit add.
-DEVICE void collect(State &state, const u32 (&p)[TILES][2], const u8 *stage, int lane) {
+// Of both rows of a lane in eight rows of values the lower halves of its words, and the higher ones.
+DEVICE void value_words(u32 (&low)[WORDS], u32 (&high)[WORDS], const u8 *codes, int eight, int lane) {
+    u32 x[2][WORDS];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const u8 *at = codes + (eight * 2 + r) * 128 * WORDS + lane * 4 * WORDS;
+        if (WORDS == 4) {
+            const Words w = read(at);
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) x[r][i] = word_of(w, i);
+        } else {
+            const Pair w = read_pair(at);
+            x[r][0] = w.x, x[r][WORDS - 1] = w.y;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+        low[i] = bytes(x[0][i], x[1][i], 0x5410);
+        high[i] = bytes(x[0][i], x[1][i], 0x7632);
+    }
+}
+
+// What the values of a unit add; the highest of three bits are ``shift`` bits from where they are looked for.
+DEVICE void collect(State &state, const u32 (&p)[TILES][2], const u8 *stage, u32 shift, int lane) {
     const int g = lane >> 2, t = lane & 3;
-    u32 low[EIGHTS][WORDS], high[EIGHTS][WORDS];
+    u32 low[EIGHTS][WORDS], high[EIGHTS][WORDS], low_sign[EIGHTS][WORDS], high_sign[EIGHTS][WORDS];
     float found[2 * WORDS][4], of_span[4];
     float (&out)[2 * WORDS][4] = GROUPED ? found : state.out, (&sums)[4] = GROUPED ? of_span : state.sums;
 #pragma unroll
@@ -673,23 +726,12 @@ DEVICE void collect(State &state, const u32 (&p)[TILES][2], const u8 *stage, int
             const int e = h ? second : first;
             // eights of rows come in order, each the first time with digit 0
             if (digit_of(2 * k + h) == 0) {
-                u32 x[2][WORDS];
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    const u8 *at = stage + VALUE_CODES + (e * 2 + r) * 128 * WORDS + lane * 4 * WORDS;
-                    if (WORDS == 4) {
-                        const Words w = read(at);
-#pragma unroll
-                        for (int i = 0; i < WORDS; i++) x[r][i] = word_of(w, i);
-                    } else {
-                        const Pair w = read_pair(at);
-                        x[r][0] = w.x, x[r][WORDS - 1] = w.y;
-                    }
-                }
+                value_words(low[e], high[e], stage + VALUE_CODES, e, lane);
+                if (THREE) value_words(low_sign[e], high_sign[e], stage + VALUE_HIGHEST, e, lane);
 #pragma unroll
                 for (int i = 0; i < WORDS; i++) {
-                    low[e][i] = bytes(x[0][i], x[1][i], 0x5410);
-                    high[e][i] = bytes(x[0][i], x[1][i], 0x7632);
+                    low_sign[e][i] = THREE ? low_sign[e][i] >> shift : 0;
+                    high_sign[e][i] = THREE ? high_sign[e][i] >> shift : 0;
                 }
             }
         }
@@ -712,9 +754,11 @@ DEVICE void collect(State &state, const u32 (&p)[TILES][2], const u8 *stage, int
                 const int group = i * GROUPS / WORDS;
                 p0 = times(p0, scales0[group]), p1 = times(p1, scales1[group]);
             }
-            const u32 l0 = low[first][i], l1 = low[second][i], h0 = high[first][i], h1 = high[second][i];
             u32 a[4], b[4];
-            pairs(a[0], a[1], l0, d0), pairs(a[2], a[3], l1, d1), pairs(b[0], b[1], h0, d0), pairs(b[2], b[3], h1, d1);
+            pairs(a[0], a[1], low[first][i], low_sign[first][i], d0);
+            pairs(a[2], a[3], low[second][i], low_sign[second][i], d1);
+            pairs(b[0], b[1], high[first][i], high_sign[first][i], d0);
+            pairs(b[2], b[3], high[second][i], high_sign[second][i], d1);
             multiply(out[2 * i], a[0], a[1], a[2], a[3], p0, p1);
             multiply(out[2 * i + 1], b[0], b[1], b[2], b[3], p0, p1);
         }
@@ -897,7 +941,7 @@ DEVICE void attend_units(
     const auto finish_unit = [&](u8 *stage, float (&x)[TILES][4]) {
         u32 p[TILES][2];
         weigh(p, x);
-        collect(state, p, stage, lane);
+        collect(state, p, stage, shift, lane);
         wait_for_warp();
         if (now + 4 * STAGES < last) issue(stage, from, index, at, lane);
         copies_end();
