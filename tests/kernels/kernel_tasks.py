@@ -228,6 +228,7 @@ _CODECS: dict[str, tuple[str, dict[str, Any], str, bool]] = {
     "kivi, 8 bit": ("kivi", {"bits": 8}, "bf16", False),
     "kivi, all at once": ("kivi", {}, "bf16", True),
     "kivi, half precision": ("kivi", {}, "fp16", False),
+    "turboquant, 2 bit": ("turboquant", {"bits": 2}, "bf16", False),
     "turboquant, 3 bit": ("turboquant", {"bits": 3}, "bf16", False),
     "turboquant, 4 bit": ("turboquant", {}, "bf16", False),
     "qserve": ("qserve", {}, "bf16", False),

@@ -13,7 +13,7 @@ from mmaccel_kernels.decode import cuda, paged
 from mmaccel_kernels.decode import triton as kernel
 from mmaccel_kernels.launch import Unbuildable
 from mmaccel_kernels.pages import Format
-from test_decode import HALVES, check_values_of_any_size, compare, make, packed, paged_inputs, rows_of_all_sizes
+from test_decode import BOOKS, HALVES, check_values_of_any_size, compare, make, packed, paged_inputs, rows_of_all_sizes
 
 NAMES = [
     "kivi 4",
@@ -73,6 +73,16 @@ def test_keys_without_some_channels(width, on_host):
     inputs = make([5, 80], 2, 1, 7, 1, 128, 5, dtype=torch.float16)
     planes = [(Format("int4", "channel", 32), width)]
     pages = packed([200, 130], 1, 128, planes, Format("int4", "token", 32), 128, 16, dtype=torch.float16)
+    compare(inputs | {"pages": dataclasses.replace(pages, key_width=128)}, more=3)
+    assert used(on_host)
+
+
+@pytest.mark.parametrize(("page", "width"), [(64, 128), (128, 112), (256, 80)])
+def test_codes_of_three_bits_in_pages_of_one_unit_to_four(page, width, on_host):
+    """Two units share the bytes of the highest bits; in a page of one unit half of them are empty."""
+    inputs = make([5, 80], 2, 1, 7, 1, 128, 5, dtype=torch.float16)
+    keys, values = (Format("book3", "token", n, book=BOOKS["book3"]) for n in (width, 128))
+    pages = packed([page * 2 + 44, 130], 1, 128, [(keys, width)], values, page, 16, dtype=torch.float16)
     compare(inputs | {"pages": dataclasses.replace(pages, key_width=128)}, more=3)
     assert used(on_host)
 

@@ -110,13 +110,12 @@ def built(macros: dict[str, int], target: str) -> dict[str, int]:
 
 
 def _book(format: Format) -> dict[str, int]:
-    """How many positive levels codes have a book of, and the bits of these as float16: both of two; of four or eight the lower
-    bytes of four, those of the others, and the higher bytes alike."""
+    """How many positive levels codes have a book of, and the bits of levels as float16: the lower bytes of four, those of the
+    next four, and the higher bytes alike. Negative levels stand behind four or fewer positive ones."""
     made = {"BOOK": len(format.book), **{f"BOOK_{i}": 0 for i in range(4)}}
-    bits = torch.tensor(format.book, dtype=torch.float16).view(torch.int16).tolist()
-    if len(bits) == 2:
-        return made | {"BOOK_0": bits[0], "BOOK_1": bits[1]}
-    for i in range(len(bits) // 4):
+    book = format.book if len(format.book) > 4 else (*format.book, *(-x for x in format.book))
+    bits = torch.tensor(book, dtype=torch.float16).view(torch.int16).tolist()
+    for i in range(-(-len(bits) // 4)):
         four = bits[4 * i : 4 * i + 4]
         made[f"BOOK_{i}"], made[f"BOOK_{i + 2}"] = (
             sum((x >> shift & 255) << 8 * place for place, x in enumerate(four)) for shift in (0, 8)
@@ -159,7 +158,7 @@ def _fits(pages: Pages, query: Tensor) -> bool:
         )
         and (len(pages.keys) == 1 or (grouped and _signs(pages.keys[1], key)))
         and all(of.scale.dtype == torch.float16 for of in (*pages.keys, value))
-        and pages.tile % 8 == 0
+        and pages.tile % (16 if key_form.by_book else 8) == 0
         and unit <= 64
         and unit % (pages.tile * digits if digits > 1 else 1) == 0
         # four warps read four units, which are whole pages

@@ -150,6 +150,9 @@ static_assert(!GROUPED || (KEY_BY_CHANNEL && KEY_GROUP == VALUE_GROUP && UNIT % 
 constexpr int TOGETHER = 8 * TILE / UNIT > 0 ? 8 * TILE / UNIT : 1;
 static_assert(!OTHER_WIDTH || (GROUPED && BITS == 2 && UNIT == 4 * TILE), "");
 static_assert(!THREE || (BITS == 2 && UNIT == 4 * TILE), "");
+// tiles whose levels are looked up at once, and which those are: the digits of both stand in the same half bytes
+constexpr int AT_ONCE = BOOK ? 2 : 1, APART = TILES / AT_ONCE;
+static_assert(!BOOK || (TILE == 16 && TILES == DIGITS), "");
 constexpr float SMALLEST = BOOK ? 1.f : FP8 ? 256.f : 16777216.f;
 constexpr float NONE = -1e30f;
 
@@ -190,13 +193,7 @@ DEVICE constexpr int rows_of(int eight) {
 
 // two codes as they stand in the lower byte of either half, as float16
 template <bool SHIFTED, bool SIGN = false> DEVICE u32 codes(u32 word, int digit) {
-#if BOOK
-    // one of two levels, which stands where no digit does; its sign is the highest bit of the code
-    const u32 code = (SHIFTED ? word >> 8 : word) >> digit * BITS;
-    const u32 rank = code & ((1u << (BITS - 1)) - 1) * 0x00010001u;
-    const u32 sign = code << (16 - BITS) & 0x80008000u;
-    return (rank * ((u32)BOOK_1 - (u32)BOOK_0) + (u32)BOOK_0 * 0x00010001u) | sign;
-#elif FP8
+#if FP8
     // e4m3 as bits of float16 are a 256th of it
     if (SHIFTED) return (word & 0x80008000u) | ((word >> 1) & 0x3f803f80u);
     return ((word << 8) & 0x80008000u) | ((word << 7) & 0x3f803f80u);
@@ -207,17 +204,28 @@ template <bool SHIFTED, bool SIGN = false> DEVICE u32 codes(u32 word, int digit)
 #endif
 }
 
-// both pairs of codes of a word; of codes of three bits ``highest`` has the highest
-template <bool SIGN = false> DEVICE void pairs(u32 &even, u32 &odd, u32 word, u32 highest, int digit) {
-#if BOOK > 2
-    const u32 rank = word >> digit * BITS & (BOOK - 1) * 0x01010101u, which = rank | rank >> 12;
-    const u32 low = bytes(BOOK_0, BOOK_1, which), high = bytes(BOOK_2, BOOK_3, which);
-    const u32 sign = THREE ? highest : word;
-    const int place = THREE ? digit : digit * BITS + 3;
-    even = bytes(low, high, 0x5140) | (sign << (15 - place) & 0x80008000u);
-    odd = bytes(low, high, 0x7362) | (sign << (7 - place) & 0x80008000u);
+// Of every digit both pairs of codes of a word: bytes 0 and 2, 1 and 3; of levels bytes 0 and 1, 2 and 3. Of codes of three bits
+// ``highest`` has the highest.
+template <bool SIGN = false> DEVICE void pairs(u32 (&out)[DIGITS][2], u32 word, u32 highest) {
+#if BOOK
+    // Half a byte says which of eight levels, and two of every byte are looked up at once: digits d and d + DIGITS / 2. Where codes
+    // have four bits, those are the positive levels, and the highest bit is the sign.
+#pragma unroll
+    for (int d = 0; d < DIGITS / 2; d++) {
+        u32 rank = word >> d * BITS & (BOOK == 8 ? 0x77777777u : 0x33333333u);
+        if (THREE) rank |= (highest << (2 - d) & 0x04040404u) | (highest << (4 - d) & 0x40404040u);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const u32 which = h ? rank >> 16 : rank, low = bytes(BOOK_0, BOOK_1, which);
+            u32 high = bytes(BOOK_2, BOOK_3, which);
+            if (BOOK == 8) high |= bytes(word << 4, word, h ? 0x7362 : 0x5140) & 0x80808080u;
+            out[d][h] = bytes(low, high, 0x6240);
+            out[d + DIGITS / 2][h] = bytes(low, high, 0x7351);
+        }
+    }
 #else
-    even = codes<false, SIGN>(word, digit), odd = codes<true, SIGN>(word, digit);
+#pragma unroll
+    for (int d = 0; d < DIGITS; d++) out[d][0] = codes<false, SIGN>(word, d), out[d][1] = codes<true, SIGN>(word, d);
 #endif
 }
 
@@ -258,8 +266,10 @@ DEVICE float query_at(const Args &a, int head, int row, int word, int t, int c) 
     return query_number(a.query[((i64)head * a.rows + row) * CHANNELS + channel]);
 }
 
-// two words of neighbours in the order of codes: of four channels the even ones and the odd ones
-DEVICE void in_order(u32 *out, u32 x, u32 y) { out[0] = bytes(x, y, 0x5410), out[1] = bytes(x, y, 0x7632); }
+// two words of neighbours in the order of codes: of four channels the even ones and the odd ones, and as they are for levels
+DEVICE void in_order(u32 *out, u32 x, u32 y) {
+    out[0] = BOOK ? x : bytes(x, y, 0x5410), out[1] = BOOK ? y : bytes(x, y, 0x7632);
+}
 
 // Where word ``i`` of the query stands, of those of a lane. Of four words in a run of 64 channels the even ones come first where
 // the scales of groups are yet to be multiplied in: so they are pairs of registers for products with zero points.
@@ -427,13 +437,13 @@ template <bool OTHER, int N>
 DEVICE void multiply_words(
     float (&s)[TILES][4], const u32 (&word)[EIGHTS], const u32 (&highest)[EIGHTS], const u32 (&q)[SPANS][N], int i
 ) {
+    u32 of[EIGHTS][DIGITS][2];
+#pragma unroll
+    for (int e = 0; e < EIGHTS; e++) pairs<OTHER>(of[e], word[e], highest[e]);
 #pragma unroll
     for (int k = 0; k < TILES; k++) {
-        const int first = rows_of(2 * k), second = rows_of(2 * k + 1);
-        u32 a[4];
-        pairs<OTHER>(a[0], a[2], word[first], highest[first], digit_of(2 * k));
-        pairs<OTHER>(a[1], a[3], word[second], highest[second], digit_of(2 * k + 1));
-        multiply(s[k], a[0], a[1], a[2], a[3], q[k / SPAN][i], q[k / SPAN][i + 1]);
+        const u32 (&x)[2] = of[rows_of(2 * k)][digit_of(2 * k)], (&y)[2] = of[rows_of(2 * k + 1)][digit_of(2 * k + 1)];
+        multiply(s[k], x[0], y[0], x[1], y[1], q[k / SPAN][i], q[k / SPAN][i + 1]);
     }
 }
 
@@ -683,7 +693,7 @@ DEVICE void close(State &state, const float (&found)[2 * WORDS][4], const float 
 // weights without the place of a digit
 DEVICE u32 unplaced(u32 p, int digit) { return digit && !BOOK ? times(p, 0x3c003c00u + digit * BITS * 0x04000400u) : p; }
 
-// Of both rows of a lane in eight rows of values the lower halves of its words, and the higher ones.
+// Of both rows of a lane in eight rows of values the lower halves of its words, and the higher ones; a pair is a channel's.
 DEVICE void value_words(u32 (&low)[WORDS], u32 (&high)[WORDS], const u8 *codes, int eight, int lane) {
     u32 x[2][WORDS];
 #pragma unroll
@@ -700,8 +710,8 @@ DEVICE void value_words(u32 (&low)[WORDS], u32 (&high)[WORDS], const u8 *codes, 
     }
 #pragma unroll
     for (int i = 0; i < WORDS; i++) {
-        low[i] = bytes(x[0][i], x[1][i], 0x5410);
-        high[i] = bytes(x[0][i], x[1][i], 0x7632);
+        low[i] = bytes(x[0][i], x[1][i], BOOK ? 0x5140 : 0x5410);
+        high[i] = bytes(x[0][i], x[1][i], BOOK ? 0x7362 : 0x7632);
     }
 }
 
@@ -712,20 +722,20 @@ DEVICE void collect(State &state, const u32 (&p)[TILES][2], const u8 *stage, u32
     float found[2 * WORDS][4], of_span[4];
     float (&out)[2 * WORDS][4] = GROUPED ? found : state.out, (&sums)[4] = GROUPED ? of_span : state.sums;
 #pragma unroll
-    for (int k = 0; k < TILES; k++) {
-        if (GROUPED && k % SPAN == 0)
+    for (int j = 0; j < APART; j++) {
+        if (GROUPED && j % SPAN == 0)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 sums[i] = 0;
 #pragma unroll
-                for (int j = 0; j < 2 * WORDS; j++) out[j][i] = 0;
+                for (int c = 0; c < 2 * WORDS; c++) out[c][i] = 0;
             }
-        const int first = rows_of(2 * k), second = rows_of(2 * k + 1);
+        const int first = rows_of(2 * j), second = rows_of(2 * j + 1);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int e = h ? second : first;
             // eights of rows come in order, each the first time with digit 0
-            if (digit_of(2 * k + h) == 0) {
+            if (digit_of(2 * j + h) == 0) {
                 value_words(low[e], high[e], stage + VALUE_CODES, e, lane);
                 if (THREE) value_words(low_sign[e], high_sign[e], stage + VALUE_HIGHEST, e, lane);
 #pragma unroll
@@ -735,34 +745,44 @@ DEVICE void collect(State &state, const u32 (&p)[TILES][2], const u8 *stage, u32
                 }
             }
         }
-        const int d0 = digit_of(2 * k), d1 = digit_of(2 * k + 1);
-        u32 z0 = 0, z1 = 0, scales0[GROUPS], scales1[GROUPS];
-        if (!VALUE_BY_CHANNEL) {
-            of_pairs(scales0, stage + VALUE_SCALES, 2 * k, t);
-            of_pairs(scales1, stage + VALUE_SCALES, 2 * k + 1, t);
-            if (VALUE_AFFINE) {
-                z0 = zeros_of(stage + VALUE_SCALES + VALUE_SPACE, 2 * k, g, t);
-                z1 = zeros_of(stage + VALUE_SCALES + VALUE_SPACE, 2 * k + 1, g, t);
+        // weights of tiles times the scales of their tokens
+        u32 weights[AT_ONCE][GROUPS][2];
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {
+            const int k = j + n * APART, d0 = digit_of(2 * k), d1 = digit_of(2 * k + 1);
+            u32 z0 = 0, z1 = 0, scales0[GROUPS], scales1[GROUPS];
+            if (!VALUE_BY_CHANNEL) {
+                of_pairs(scales0, stage + VALUE_SCALES, 2 * k, t);
+                of_pairs(scales1, stage + VALUE_SCALES, 2 * k + 1, t);
+                if (VALUE_AFFINE) {
+                    z0 = zeros_of(stage + VALUE_SCALES + VALUE_SPACE, 2 * k, g, t);
+                    z1 = zeros_of(stage + VALUE_SCALES + VALUE_SPACE, 2 * k + 1, g, t);
+                }
+            }
+            const u32 one = 0x3c003c00u;
+            multiply(sums, one, z0, one, z1, unplaced(p[k][0], d0), unplaced(p[k][1], d1));
+#pragma unroll
+            for (int group = 0; group < GROUPS; group++) {
+                weights[n][group][0] = VALUE_BY_CHANNEL ? p[k][0] : times(p[k][0], scales0[group]);
+                weights[n][group][1] = VALUE_BY_CHANNEL ? p[k][1] : times(p[k][1], scales1[group]);
             }
         }
-        const u32 one = 0x3c003c00u;
-        multiply(sums, one, z0, one, z1, unplaced(p[k][0], d0), unplaced(p[k][1], d1));
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
-            u32 p0 = p[k][0], p1 = p[k][1];
-            if (!VALUE_BY_CHANNEL) {
-                const int group = i * GROUPS / WORDS;
-                p0 = times(p0, scales0[group]), p1 = times(p1, scales1[group]);
+            u32 a[2][DIGITS][2], b[2][DIGITS][2];
+            pairs(a[0], low[first][i], low_sign[first][i]), pairs(a[1], low[second][i], low_sign[second][i]);
+            pairs(b[0], high[first][i], high_sign[first][i]), pairs(b[1], high[second][i], high_sign[second][i]);
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; n++) {
+                const int k = j + n * APART;
+                const u32 (&p)[2] = weights[n][i * GROUPS / WORDS];
+                const u32 (&a0)[2] = a[0][digit_of(2 * k)], (&a1)[2] = a[1][digit_of(2 * k + 1)];
+                const u32 (&b0)[2] = b[0][digit_of(2 * k)], (&b1)[2] = b[1][digit_of(2 * k + 1)];
+                multiply(out[2 * i], a0[0], a0[1], a1[0], a1[1], p[0], p[1]);
+                multiply(out[2 * i + 1], b0[0], b0[1], b1[0], b1[1], p[0], p[1]);
             }
-            u32 a[4], b[4];
-            pairs(a[0], a[1], low[first][i], low_sign[first][i], d0);
-            pairs(a[2], a[3], low[second][i], low_sign[second][i], d1);
-            pairs(b[0], b[1], high[first][i], high_sign[first][i], d0);
-            pairs(b[2], b[3], high[second][i], high_sign[second][i], d1);
-            multiply(out[2 * i], a[0], a[1], a[2], a[3], p0, p1);
-            multiply(out[2 * i + 1], b[0], b[1], b[2], b[3], p0, p1);
         }
-        if (GROUPED && (k + 1) % SPAN == 0) close(state, out, sums, stage, k / SPAN, lane);
+        if (GROUPED && (j + 1) % SPAN == 0) close(state, out, sums, stage, j / SPAN, lane);
     }
 }
 
