@@ -139,6 +139,11 @@ class ReadingPolicy(Policy):
         return 1
 
     @property
+    def by_piece(self) -> bool:
+        """Whether pieces of a prompt choose the keys of earlier pieces that they read, by the mean of their queries."""
+        return False
+
+    @property
     def noted(self) -> int:
         """Number of a prompt's last queries that :meth:`note_queries` sees; 0 if it is not to be called."""
         return 0

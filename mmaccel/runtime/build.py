@@ -68,6 +68,7 @@ from .cache.guided_eviction import EvictByGuides
 from .cache.offload import FetchKeys, ParkKeys
 from .cache.packing import PackKeys
 from .cache.piece_eviction import EvictByPiece
+from .cache.piece_reading import ReadByPiece
 from .cache.reading import ReadKeys, ReadKeysAhead, RecallKeys
 from .cache.recall import AskFrames, ReadFrames, RecallRun
 from .cache.rotation import positions_of
@@ -471,6 +472,8 @@ def _policy(
     assert plan.policy is not None
     if plan.reading is not None and plan.reading.method.ahead:
         return ReadKeysAhead(call, forward, plan.reading, state)
+    if plan.reading is not None and split is not None and plan.reading.method.by_piece:
+        return ReadByPiece(forward, plan.reading, state, split)
     if plan.reading is not None:
         return ReadKeys(forward, plan.reading, state)
     if plan.policy.method.recalls:

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from ...core.budget import layer_at
 from ...kv.decoding import attend
+from ...kv.index import KeyIndex
 from ...kv.layer import CompressedLayer
 from ...kv.listing import Listing
 from ...kv.packed import QuantisedLayer
@@ -125,13 +126,13 @@ def read_layer(
         return None
     level = None if memory.level is None else memory.level.to(query.device)
     total = None if keys is None else keys.shape[2]
-    chosen, carried = _chosen(policy, held, level, query, layer.keys if keys is None else keys, scaling, total)
+    chosen, carried = choose(policy, held, level, query, layer.keys if keys is None else keys, scaling, total)
     if carried or held.carried:
         memory.layers[layer.number] = replace(held, carried=carried)
     return chosen
 
 
-def _chosen(
+def choose(
     policy: ReadingPolicy,
     held: LayerRead,
     level: Tensor | None,
@@ -140,7 +141,8 @@ def _chosen(
     scaling: float,
     total: int | None = None,
 ) -> tuple[ChosenKeys, Mapping[str, Tensor]]:
-    """The keys that a step reads, of ``total`` slots where the host knows them, and the tensors carried to the next one."""
+    """The keys that a step reads by ``query [B, Hq, 1, D]``, of ``total`` slots where the host knows them, and the tensors carried
+    to the next one."""
     choices = held.choices
     step = ReadStep(
         query[:, :, 0],
@@ -238,7 +240,7 @@ class PinnedRead:
 
     def attend(self, layer: StaticLayerView, query: Tensor, scaling: float) -> Tensor:
         """Attention of ``query [B, Hq, 1, D]`` over the keys that it chooses, ``[B, 1, Hq, D]``."""
-        chosen, carried = _chosen(self.policy, self.held, self.level, query, layer.keys, scaling)
+        chosen, carried = choose(self.policy, self.held, self.level, query, layer.keys, scaling)
         for name, x in carried.items():
             self.held.carried[name].copy_(x)
         cursor = layer.cursor
@@ -407,16 +409,15 @@ def _looked_at(
         table = layer.shared.places.grid_table
         assert table is not None
         visual, count = (x.to(layer.keys.device) for x in (table[..., 0] >= 0, memory.count))
-        wanted = functools.partial(_wanted, policy)
         cells = None
         if policy.groups_by is not None:
             cells = table[..., : _AXES[policy.groups_by]].to(layer.keys.device)
-        candidates = Candidates.make(layer.index, visual, count, policy.sinks, policy.recent, cells)
         if policy.summarises and (pages := layer.packed.only) is not None:
-            most = wanted if policy.partial else None
+            candidates = Candidates.make(layer.index, visual, count, policy.sinks, policy.recent, cells)
+            most = functools.partial(_wanted, policy) if policy.partial else None
             choices = Choices.of_pages(layer.index, candidates, policy.unit, pages, layer.width, most)
         else:
-            choices = Choices.make(layer.index, candidates, policy.unit, wanted, policy.partial)
+            choices = single_keys(policy, layer.index, visual, count, cells)
     if choices.everything or not policy.summarises:
         return [LayerRead(choices, {}, {}) for _ in layers]
     units = [_at(choices.rated, stored) for stored in keys]
@@ -431,6 +432,14 @@ def _looked_at(
         check_rows(policy, f"summarise() ({name!r})", x, len(real), real)
     parts = {name: x.chunk(number) for name, x in summary.items()}
     return [LayerRead(choices, {name: x[n] for name, x in parts.items()}, {}) for n in range(number)]
+
+
+def single_keys(
+    policy: ReadingPolicy, index: KeyIndex, visual: Tensor, count: Tensor, cells: Tensor | None = None
+) -> Choices:
+    """What a policy chooses from among the keys of an ``index``, see :meth:`mmaccel.kv.sparse.Candidates.make`."""
+    candidates = Candidates.make(index, visual, count, policy.sinks, policy.recent, cells)
+    return Choices.make(index, candidates, policy.unit, functools.partial(_wanted, policy), policy.partial)
 
 
 def _at(slots: Tensor, keys: Tensor) -> Tensor:

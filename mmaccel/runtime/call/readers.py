@@ -119,7 +119,8 @@ def read_stored(call: Call[Any], number: int, given: Attention) -> Output:
     shared by rows                         :func:`mmaccel.kv.decoding.attend_behind`, once a batch
     ragged or packed, few new tokens, GPU  :func:`mmaccel.kv.decoding.attend`, as they are stored
     ragged, one new token, CPU             the same
-    chosen                                 :func:`mmaccel_kernels.chosen.chosen_attention`
+    chosen, one new token                  :func:`mmaccel_kernels.chosen.chosen_attention`
+    chosen, a piece of a prompt            SDPA over those keys alone: :func:`_read_gathered`
     all others                             the model's own implementation, with a mask: :func:`_masked`
     =====================================  ====================================================================
     """
@@ -151,10 +152,15 @@ def read_stored(call: Call[Any], number: int, given: Attention) -> Output:
         if layer is not None and seen.as_stored:
             given.unpack(layer)
             seen.query, seen.key, seen.value = given.query, given.key, given.value
-        if chosen is not None and given.base != "eager" and not runs.forward.plan.family.latent:
-            output = _read_chosen(given, seen, chosen)
-        else:
+        incoming = runs.forward.incoming
+        weighed = incoming.weights is not None or incoming.merged is not None
+        several = given.query.shape[2] > 1
+        if chosen is None or given.base == "eager" or runs.forward.plan.family.latent or (several and weighed):
             output = _masked(runs.forward, number, given, seen, chosen)
+        elif several:
+            output = _read_gathered(given, seen, chosen)
+        else:
+            output = _read_chosen(given, seen, chosen)
     runs.attended += 1
     if runs.observers:
         runs.after_attention(seen)
@@ -207,6 +213,25 @@ def _read_chosen(given: Attention, seen: LayerAttended, chosen: ChosenKeys) -> O
     """The output over the keys that a run has chosen."""
     read, _ = chosen_attention(given.query, given.key, given.value, chosen, scaling=seen.scaling, visible=seen.visible)
     return read.transpose(1, 2), None
+
+
+def _read_gathered(given: Attention, seen: LayerAttended, chosen: ChosenKeys) -> Output:
+    """The same for several queries."""
+    (_, heads, total, width), new = given.key.shape, given.query.shape[2]
+    slots = chosen.slots(total).long()
+    there, at = slots >= 0, slots.clamp(min=0)
+    if seen.visible is None:
+        # the newest keys are those of the queries
+        own = torch.arange(new, device=at.device)[:, None]
+        mask = there[:, :, None] & (at[:, :, None] - (total - new) <= own)
+    else:
+        shape = max(len(seen.visible), len(at)), max(seen.visible.shape[1], at.shape[1]), new, at.shape[2]
+        of_all = seen.visible.expand(*shape[:3], -1)
+        mask = there[:, :, None] & of_all.gather(3, at[:, :, None].expand(shape))
+    places = at.expand(-1, heads, -1)[..., None]
+    given.key = given.key.gather(2, places.expand(-1, -1, -1, width))
+    given.value = given.value.gather(2, places.expand(-1, -1, -1, given.value.shape[3]))
+    return given.run("sdpa", _for_heads(mask, given), seen.scaling)
 
 
 def _masked(forward: Forward, number: int, given: Attention, seen: LayerAttended, chosen: ChosenKeys | None) -> Output:

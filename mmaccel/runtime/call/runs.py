@@ -196,8 +196,7 @@ class Runs:
             if self.piece is None or run.by_piece:
                 with without_autocast(layer.query.device):
                     keys = keys or run.keys_to_read(layer)
-        # all of a prompt in pieces is read
-        return keys if self.piece is None else None
+        return keys
 
     def after_attention(self, layer: LayerAttended) -> None:
         """Let all runs see the attention of a layer."""
