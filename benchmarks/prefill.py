@@ -5,7 +5,11 @@ accelerated, in turn within one process, so that the ratios hold on a noisy mach
 the one that operation counts promise, and the share of it that was realised; the cost of selection is shown on its own. It
 also times recipe ``none`` against the bare model, in prefill and decode.
 
+``--chunks`` times something else, in processor time: a prompt read in chunks whose chunks read some keys of earlier ones
+(``tokenselect`` with ``prefill=True``), against the same prompt with chunks that read all of them.
+
     python benchmarks/prefill.py --out benchmarks/results/prefill-cpu.json
+    python benchmarks/prefill.py --chunks 64 96 128 --layers 4 --width 384 --runs 5 --threads 1 --out prefill-chunks-cpu.json
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from transformers import (
 )
 
 from mmaccel import accelerated
+from mmaccel.cli.shared.text import put_between
 from mmaccel.programs.bench import provenance
 
 IMAGE_TOKEN = 9
@@ -53,7 +58,7 @@ def build(layers: int, width: int, side: int, device: str, dtype: torch.dtype) -
         num_hidden_layers=layers,
         num_attention_heads=width // 64,
         num_key_value_heads=max(1, width // 64 // 3),
-        max_position_embeddings=8192,
+        max_position_embeddings=32768,
     )
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN, vision_feature_layer=-1)
     torch.manual_seed(0)
@@ -134,6 +139,39 @@ def paired(bare: Any, fast: Any, runs: int) -> tuple[list[float], list[float]]:
     return a, b
 
 
+def chunked(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of the processor for the whole call, tower included, of chunks that choose and of chunks that read everything."""
+    rows = []
+    for side in args.chunks:
+        model = build(args.layers, args.width, side, args.device, torch.float32)
+        inputs = prompt(model, side, args.text)
+
+        def seconds(prefill: bool, model: Any = model, inputs: Any = inputs) -> float:
+            with torch.inference_mode(), accelerated(
+                model, "tokenselect", retain=args.retain, chunk=args.chunk, prefill=prefill
+            ):
+                begin = time.process_time()
+                model(**inputs, logits_to_keep=1)
+                return time.process_time() - begin
+
+        a, b = paired(lambda: seconds(False), lambda: seconds(True), args.runs)
+        ratios = sorted(x / y for x, y in zip(a, b, strict=True))
+        row = {"visual_tokens": side**2, "all_s": statistics.median(a), "chosen_s": statistics.median(b)}
+        rows.append(row | {"ratio": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]})
+        print(rows[-1], flush=True)
+    return {"retain": args.retain, "chunk": args.chunk, "rows": rows}
+
+
+def chunks_table(report: dict[str, Any]) -> str:
+    """The figures of :func:`chunked` for people."""
+    lines = ["| visual tokens | all keys, s | chosen keys, s | as fast |", "|---|---|---|---|"]
+    for row in report["rows"]:
+        ratio = f"{row['ratio']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
+        lines.append(f"| {row['visual_tokens']:,} | {row['all_s']:.1f} | {row['chosen_s']:.1f} | {ratio} |")
+    below = f"`{report['command']}`, chunks of {report['chunk']} tokens that read {report['retain']:.0%} of the visual keys, "
+    return "\n".join([*lines, "", f"{below}{report['machine']['processor']}, float32, processor time, {report['date']}."])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=12)
@@ -147,10 +185,21 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default=None, help="default: bfloat16 on a GPU, float32 on the CPU")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads")
+    parser.add_argument("--chunks", type=int, nargs="+", metavar="SIDE", help="time chunks that choose, for these sides")
+    parser.add_argument("--chunk", type=int, default=512, help="tokens of a chunk")
     parser.add_argument("--out", type=Path, default=None, help="write JSON here")
+    parser.add_argument("--update", type=Path, metavar="PAGE", help="of --chunks: write the table between its marks")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.chunks:
+        found = heading(args) | chunked(args)
+        if args.out:
+            args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        if args.update:
+            put_between(args.update, "prefill-chunks", chunks_table(found))
+        print(chunks_table(found))
+        return
     dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
     model = build(args.layers, args.width, args.side, args.device, dtype)
     inputs = prompt(model, args.side, args.text)
@@ -246,21 +295,21 @@ def main() -> None:
     if args.out:
         args.out.write_text(
             json.dumps(
-                {
-                    "command": provenance.command("python", sys.argv[0]),
-                    "date": provenance.today(),
-                    "machine": {
-                        "processor": provenance.processor(args.device),
-                        "threads": torch.get_num_threads(),
-                    },
-                    "versions": provenance.versions(),
-                    "overhead_of_none": overhead,
-                    "prefill": rows,
-                },
+                heading(args) | {"overhead_of_none": overhead, "prefill": rows},
                 indent=1,
             )
             + "\n"
         )
+
+
+def heading(args: argparse.Namespace) -> dict[str, Any]:
+    """Where figures come from."""
+    return {
+        "command": provenance.command("python", sys.argv[0]),
+        "date": provenance.today(),
+        "machine": {"processor": provenance.processor(args.device), "threads": torch.get_num_threads()},
+        "versions": provenance.versions(),
+    }
 
 
 if __name__ == "__main__":

@@ -97,11 +97,12 @@ def main(argv: list[str] | None = None) -> int:
                 kept = table.get(found["compiler"], {}) if options.only else {}
                 table[found["compiler"]] = {t: kept.get(t, {}) | found["counts"][t] for t in TARGETS}
                 TABLE.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n", encoding="utf-8")
-                put_between(PAGE, "decode-instructions", published(table))
             problems = differences(found["compiler"], found["counts"], table, options.only is None)
             for problem in problems:
                 print(f"  {problem}", flush=True)
             failed = failed or bool(problems)
+    if options.update:
+        put_between(PAGE, "decode-instructions", published(json.loads(TABLE.read_text(encoding="utf-8"))))
     return int(failed)
 
 
