@@ -147,8 +147,9 @@ def chunked(args: argparse.Namespace) -> dict[str, Any]:
         inputs = prompt(model, side, args.text)
 
         def seconds(prefill: bool, model: Any = model, inputs: Any = inputs) -> float:
-            with torch.inference_mode(), accelerated(
-                model, "tokenselect", retain=args.retain, chunk=args.chunk, prefill=prefill
+            with (
+                torch.inference_mode(),
+                accelerated(model, "tokenselect", retain=args.retain, chunk=args.chunk, prefill=prefill),
             ):
                 begin = time.process_time()
                 model(**inputs, logits_to_keep=1)
@@ -169,7 +170,9 @@ def chunks_table(report: dict[str, Any]) -> str:
         ratio = f"{row['ratio']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
         lines.append(f"| {row['visual_tokens']:,} | {row['all_s']:.1f} | {row['chosen_s']:.1f} | {ratio} |")
     below = f"`{report['command']}`, chunks of {report['chunk']} tokens that read {report['retain']:.0%} of the visual keys, "
-    return "\n".join([*lines, "", f"{below}{report['machine']['processor']}, float32, processor time, {report['date']}."])
+    return "\n".join(
+        [*lines, "", f"{below}{report['machine']['processor']}, float32, processor time, {report['date']}."]
+    )
 
 
 def main() -> None:
@@ -185,7 +188,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default=None, help="default: bfloat16 on a GPU, float32 on the CPU")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads")
-    parser.add_argument("--chunks", type=int, nargs="+", metavar="SIDE", help="time chunks that choose, for these sides")
+    parser.add_argument(
+        "--chunks", type=int, nargs="+", metavar="SIDE", help="time chunks that choose, for these sides"
+    )
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a chunk")
     parser.add_argument("--out", type=Path, default=None, help="write JSON here")
     parser.add_argument("--update", type=Path, metavar="PAGE", help="of --chunks: write the table between its marks")

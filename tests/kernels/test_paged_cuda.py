@@ -55,7 +55,9 @@ def test_pages_are_read_as_the_definition_says(name, dtype, on_host):
     assert used(on_host)
 
 
-@pytest.mark.parametrize("name", ["kivi 4", "kivi 2", "fp8", "one range, 4 bits", "levels, 2 bits", "levels, 3 bits", "levels, 4 bits"])
+@pytest.mark.parametrize(
+    "name", ["kivi 4", "kivi 2", "fp8", "one range, 4 bits", "levels, 2 bits", "levels, 3 bits", "levels, 4 bits"]
+)
 def test_heads_of_64_channels(name, on_host):
     compare(paged_inputs(name, torch.float16, "cpu", d=64, groups=4), more=3)
     assert used(on_host)

@@ -1,5 +1,5 @@
-"""Law: what a chunk of a prompt does not choose of earlier chunks is hidden from it, and what it chooses are the best keys by the
-mean of its queries."""
+"""Law: what a chunk of a prompt does not choose of earlier chunks is hidden from it, and what it chooses are the best keys by
+the mean of its queries."""
 
 from __future__ import annotations
 

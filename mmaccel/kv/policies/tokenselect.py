@@ -26,8 +26,8 @@ class TokenSelect(ReadingPolicy):
     ----------
     alike : the cosine from which the choice of an earlier step stands; above 1 every step chooses anew.
     pool : an odd number of neighbouring keys, each of which counts as the best of them; 0 for none.
-    prefill : with ``chunk``, every chunk of a prompt reads as many visual keys of earlier chunks as a decode step does, those with
-        most votes by the mean of its queries. A chunk chooses anew whatever ``alike`` is.
+    prefill : with ``chunk``, every chunk of a prompt reads as many visual keys of earlier chunks as a decode step does, those
+        with most votes by the mean of its queries. A chunk chooses anew whatever ``alike`` is.
     interleaved : pair query head ``h`` with KV head ``h % Hkv`` to vote, as the program does, which is right for ``Hkv = Hq``.
     """
 

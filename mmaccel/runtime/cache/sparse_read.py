@@ -141,8 +141,8 @@ def choose(
     scaling: float,
     total: int | None = None,
 ) -> tuple[ChosenKeys, Mapping[str, Tensor]]:
-    """The keys that a step reads by ``query [B, Hq, 1, D]``, of ``total`` slots where the host knows them, and the tensors carried
-    to the next one."""
+    """The keys that a step reads by ``query [B, Hq, 1, D]``, of ``total`` slots where the host knows them, and the tensors
+    carried to the next one."""
     choices = held.choices
     step = ReadStep(
         query[:, :, 0],
