@@ -174,7 +174,7 @@ def read_value(path: Path, model: Any, fingerprint: dict[str, Any]) -> Any:
 
 
 def fingerprint_of(model: Any, recipe: Recipe | None, *more: Any, processor: Any = None) -> dict[str, Any]:
-    """What a cache depends on beside its content, part by part; ``more`` counts with the recipe, None for the bare model."""
+    """The model, recipe and versions that a cache depends on; ``more`` counts with the recipe, None for the bare model."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     if recipe is None:
         name, identity = "none", digest("bare")

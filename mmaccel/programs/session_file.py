@@ -1,4 +1,4 @@
-"""Files of video sessions: what a session has read is kept on disk, and gone on with in another process."""
+"""Files of video sessions: what a session has read is kept on disk, and another process resumes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PLAIN = ("fps", "chunk", "_dialogue", "_size", "_frames", "_prefix", "_tail", "
 
 
 def session_data(session: Any) -> dict[str, Any]:
-    """What a :class:`.VideoSession` has read, as data of :func:`.cache_file.write_value`.
+    """The content of a :class:`.VideoSession`, as data of :func:`.cache_file.write_value`.
 
     Raises
     ------

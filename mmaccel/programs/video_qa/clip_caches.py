@@ -33,7 +33,7 @@ class ClipCaches:
             )
 
     def find(self, about: Any) -> Any:
-        """What was kept of a clip that has this content; None where nothing was, or it cannot be read."""
+        """The kept data of a clip that has this content; None where there is none, or it cannot be read."""
         path = self._path(about)
         if not path.exists():
             return None

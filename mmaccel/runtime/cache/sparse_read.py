@@ -437,7 +437,7 @@ def _looked_at(
 def single_keys(
     policy: ReadingPolicy, index: KeyIndex, visual: Tensor, count: Tensor, cells: Tensor | None = None
 ) -> Choices:
-    """What a policy chooses from among the keys of an ``index``, see :meth:`mmaccel.kv.sparse.Candidates.make`."""
+    """The keys of an ``index`` that a policy chooses from, see :meth:`mmaccel.kv.sparse.Candidates.make`."""
     candidates = Candidates.make(index, visual, count, policy.sinks, policy.recent, cells)
     return Choices.make(index, candidates, policy.unit, functools.partial(_wanted, policy), policy.partial)
 
