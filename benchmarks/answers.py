@@ -289,12 +289,6 @@ def write(path: Path, report: dict[str, Any]) -> None:
     beside.replace(path)
 
 
-def also(before: str | None, now: str) -> str:
-    """What rows were measured with before, and now, where that is something else."""
-    known = before.split(" and ") if before else []
-    return " and ".join(dict.fromkeys((*known, now)))
-
-
 def found(report: dict[str, Any]) -> Iterator[tuple[str, Measurement]]:
     """The rows, in the order of their list."""
     for title, row in report["rows"].items():
@@ -443,11 +437,13 @@ def main() -> int:
         before = report.get("versions", {})
         report |= {
             "commands": list(dict.fromkeys((*report.get("commands", ()), provenance.command("python", sys.argv[0])))),
-            "date": also(report.get("date"), provenance.today()),
+            "date": provenance.also(report.get("date"), provenance.today()),
             "machine": f"a CPU ({provenance.processor()})"
             if args.device == "cpu"
             else provenance.processor(args.device),
-            "versions": {name: also(before.get(name), number) for name, number in provenance.versions().items()},
+            "versions": {
+                name: provenance.also(before.get(name), number) for name, number in provenance.versions().items()
+            },
         }
         run(args, report)
     if not report["rows"]:

@@ -197,12 +197,13 @@ def main() -> int:
         return 0
     if args.out is None:
         parser.error("--out is needed")
-    rows = json.loads(args.out.read_text(encoding="utf-8"))["rows"] if args.out.exists() else {}
+    before = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
+    rows, known = before.get("rows", {}), before.get("versions", {})
     report = {
         "command": provenance.command("python", "benchmarks/long_video.py"),
-        "date": provenance.today(),
+        "date": provenance.also(before.get("date"), provenance.today()),
         "machine": f"a CPU ({provenance.processor()}), {torch.get_num_threads()} threads",
-        "versions": provenance.versions(),
+        "versions": {name: provenance.also(known.get(name), number) for name, number in provenance.versions().items()},
         "shape": args.shape,
         "rows": rows,
     }

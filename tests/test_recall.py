@@ -267,7 +267,7 @@ def test_a_full_disk_loses_nothing(error: BaseException, tmp_path: Path, monkeyp
     for stretch in range(3):
         for one in (ours, wanted):
             one.push(film("qwen2_5_vl", 4, stretch))
-    state, size, write = frozen(vars(ours)), length(ours), parked._content
+    state, size, write = frozen(vars(ours)), length(ours), parked.content_of
     count = 0
 
     def fails(x: Tensor) -> memoryview:
@@ -278,7 +278,7 @@ def test_a_full_disk_loses_nothing(error: BaseException, tmp_path: Path, monkeyp
         return write(x)
 
     with monkeypatch.context() as patch, pytest.raises(BaseException) as caught:
-        patch.setattr(parked, "_content", fails)
+        patch.setattr(parked, "content_of", fails)
         ours.push(film("qwen2_5_vl", 4, 3))
     if isinstance(error, Exception):
         assert isinstance(caught.value, MmaccelError) and "cannot take more frames" in str(caught.value)

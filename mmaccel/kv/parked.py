@@ -5,12 +5,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import MmaccelError, first_line
+from .serialise import content_of
 
 #: of one layer: the tensors of a frame's keys, and of its values
 Parts = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -67,7 +68,7 @@ class ParkFile:
             self._file.seek(at)
             for parts in layers:
                 begins.append(end)
-                for data in (_content(x.contiguous()) for packed in parts for x in packed):
+                for data in (content_of(x.contiguous()) for packed in parts for x in packed):
                     end += len(data)
                     while data:
                         # a disk that is nearly full takes a part
@@ -82,19 +83,12 @@ class ParkFile:
         """Tensors of these dtypes and shapes from byte ``at`` on."""
         self._file.seek(at)
         keys, values = (tuple(torch.empty(shape, dtype=dtype) for dtype, shape in packed) for packed in shapes)
-        for data in map(_content, (*keys, *values)):
+        for data in map(content_of, (*keys, *values)):
             while data:
                 if not (count := self._file.readinto(data)):
                     raise OSError("the file has become shorter")
                 data = data[count:]
         return keys, values
-
-
-def _content(x: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU."""
-    # a single number may have any stride, which view() refuses
-    content: Any = x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()
-    return memoryview(content)
 
 
 @dataclass(frozen=True)

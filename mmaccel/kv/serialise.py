@@ -31,6 +31,13 @@ def to_data(value: Any) -> tuple[Any, list[Tensor]]:
     return writer.data(value), writer.tensors
 
 
+def content_of(x: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, in its own memory."""
+    # a single number may have any stride, which view() refuses
+    content: Any = x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()
+    return memoryview(content)
+
+
 def from_data(data: Any, tensors: Sequence[Tensor]) -> Any:
     """The value of :func:`to_data`.
 

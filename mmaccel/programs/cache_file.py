@@ -29,7 +29,7 @@ from ..core.files import write_whole, writing
 from ..core.transformers_api import Cache, DynamicCache
 from ..errors import MmaccelError, UnsupportedError
 from ..kv.cache import CacheState, cache_with, check_plain, state_of
-from ..kv.serialise import from_data, to_data
+from ..kv.serialise import content_of, from_data, to_data
 from ..recipe import Recipe
 from .identity import digest, model_identity, recipe_identity, versions
 
@@ -234,17 +234,11 @@ def _write(out: BinaryIO, entry: str, tensors: Iterable[Tensor]) -> None:
     words = json.dumps(header).encode()
     words += b" " * (-len(words) % 8)
     checksum = hashlib.sha256()
-    for piece in (struct.pack("<Q", len(words)) + words, *(_bytes(tensors[number]) for number in order)):
+    whole = (tensors[number].detach().cpu().contiguous() for number in order)
+    for piece in (memoryview(struct.pack("<Q", len(words)) + words), *map(content_of, whole)):
         checksum.update(piece)
         out.write(piece)
     out.write(checksum.digest())
-
-
-def _bytes(x: Tensor) -> Any:
-    """The content of a tensor."""
-    x = x.detach().cpu().contiguous()
-    # a single number may have any stride, which view() refuses
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def _mapped(content: mmap.mmap, count: int) -> list[Tensor]:

@@ -25,6 +25,12 @@ def today() -> str:
     return datetime.now(UTC).date().isoformat()
 
 
+def also(before: str | None, now: str) -> str:
+    """The date or version of earlier rows of a report, and that of rows made now, if it is another one."""
+    known = before.split(" and ") if before else []
+    return " and ".join(dict.fromkeys((*known, now)))
+
+
 def processor(device: str = "cpu") -> str:
     """The name of the GPU, or the architecture of the CPU."""
     if device.startswith("cuda"):

@@ -130,10 +130,8 @@ def read_stored(call: Call[Any], number: int, given: Attention) -> Output:
     layer, seen = _layer_attended(runs.forward, number, given, observed)
     keys = KeysToRead()
     if runs.readers:
-        incoming = runs.forward.incoming
-        family = runs.forward.plan.family
         # over latents the model reads the keys and values that it made of them
-        plain = given.base == "sdpa" and incoming.weights is None and incoming.merged is None and not family.latent
+        plain = given.base == "sdpa" and not _weighs(runs.forward) and not runs.forward.plan.family.latent
         seen.plain = plain and getattr(given.module, "is_causal", True)
         keys = runs.keys_to_read(seen) or keys
     if keys.grown and layer is not None:
@@ -152,15 +150,10 @@ def read_stored(call: Call[Any], number: int, given: Attention) -> Output:
         if layer is not None and seen.as_stored:
             given.unpack(layer)
             seen.query, seen.key, seen.value = given.query, given.key, given.value
-        incoming = runs.forward.incoming
-        weighed = incoming.weights is not None or incoming.merged is not None
-        several = given.query.shape[2] > 1
-        if chosen is None or given.base == "eager" or runs.forward.plan.family.latent or (several and weighed):
+        if chosen is None or given.base == "eager" or runs.forward.plan.family.latent:
             output = _masked(runs.forward, number, given, seen, chosen)
-        elif several:
-            output = _read_gathered(given, seen, chosen)
         else:
-            output = _read_chosen(given, seen, chosen)
+            output = _read_chosen(runs.forward, number, given, seen, chosen)
     runs.attended += 1
     if runs.observers:
         runs.after_attention(seen)
@@ -209,8 +202,12 @@ def _layer_attended(
     return layer, LayerAttended(stored, query, key, value, visible, given.scale, given.window, as_stored)
 
 
-def _read_chosen(given: Attention, seen: LayerAttended, chosen: ChosenKeys) -> Output:
+def _read_chosen(forward: Forward, number: int, given: Attention, seen: LayerAttended, chosen: ChosenKeys) -> Output:
     """The output over the keys that a run has chosen."""
+    if given.query.shape[2] > 1:
+        return (
+            _masked(forward, number, given, seen, chosen) if _weighs(forward) else _read_gathered(given, seen, chosen)
+        )
     read, _ = chosen_attention(given.query, given.key, given.value, chosen, scaling=seen.scaling, visible=seen.visible)
     return read.transpose(1, 2), None
 
@@ -240,8 +237,7 @@ def _masked(forward: Forward, number: int, given: Attention, seen: LayerAttended
     if chosen is not None:
         mask = chosen.mask(given.key.shape[2])
         visible = mask if visible is None else mask & visible
-    incoming = forward.incoming
-    if incoming.weights is not None or incoming.merged is not None:
+    if _weighs(forward):
         # flash attention takes nothing that is added to its logits
         base = "eager" if base == "eager" else "sdpa"
         return given.run(base, _weighed(forward, given, seen.number, visible), seen.scaling)
@@ -256,6 +252,11 @@ def _masked(forward: Forward, number: int, given: Attention, seen: LayerAttended
         return given.run(base, None, seen.scaling)
     mask = _for_heads(visible, given)
     return given.run(base, _added(mask, given.query.dtype) if base == "eager" else mask, seen.scaling)
+
+
+def _weighs(forward: Forward) -> bool:
+    """Whether some keys weigh more than others in this forward."""
+    return forward.incoming.weights is not None or forward.incoming.merged is not None
 
 
 def _weighed(forward: Forward, given: Attention, number: int, visible: Tensor | None) -> Tensor:
