@@ -382,6 +382,18 @@ def test_one_weight_anywhere_makes_another_model():
     assert model_identity(model, zoo.processor("llava")) != first
 
 
+def test_a_call_of_the_tokenizer_makes_no_other_model():
+    model, processor = zoo.model("llava"), zoo.processor("llava")
+    processor.tokenizer("one")
+    first = model_identity(model, processor)
+    processor.tokenizer(["one", "one and more"], padding=True, truncation=True, max_length=2)
+    assert processor.tokenizer.backend_tokenizer.padding is not None
+    assert model_identity(model, processor) == first
+    processor.tokenizer("one")
+    assert model_identity(model, processor) == first
+    assert model_identity(model, zoo.processor("qwen2_5_vl")) != first
+
+
 def test_a_folder_is_known_by_its_bytes(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     first = model_identity(tmp_path)

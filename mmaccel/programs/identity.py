@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import json
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -234,7 +235,9 @@ def _processor(processor: Any) -> Any:
     parts = [getattr(processor, name, None) for name in ("image_processor", "video_processor")]
     tokenizer = getattr(processor, "tokenizer", processor)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    words = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    # every call sets padding and truncation, so that they say how the last one was made
+    last = {"padding": None, "truncation": None}
+    words = sorted(tokenizer.get_vocab().items()) if backend is None else json.loads(backend.to_str()) | last
     templates = [getattr(one, "chat_template", None) for one in (processor, tokenizer)]
     return type(processor).__qualname__, [_settings(part) for part in parts], words, templates
 
