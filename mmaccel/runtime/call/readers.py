@@ -237,7 +237,9 @@ def _masked(forward: Forward, number: int, given: Attention, seen: LayerAttended
     if chosen is not None:
         mask = chosen.mask(given.key.shape[2])
         visible = mask if visible is None else mask & visible
-    if _weighs(forward):
+    # as :func:`_weighs`, without a call in every layer of every step
+    incoming = forward.incoming
+    if incoming.weights is not None or incoming.merged is not None:
         # flash attention takes nothing that is added to its logits
         base = "eager" if base == "eager" else "sdpa"
         return given.run(base, _weighed(forward, given, seen.number, visible), seen.scaling)
