@@ -1,9 +1,9 @@
-"""Measure decoding with drafts that copy: tokens a forward, and CPU seconds beside plain decoding.
+"""Measure decoding with drafts that copy: tokens a forward, and seconds beside plain decoding.
 
 Asks ``smol-pages`` (SmolLM2-135M-Instruct behind the classes of LLaVA) about pages of text, in pairs: without drafts, and with
-``lossless=True, lookup=...``. Each of a pair comes first in turn, and times are those of the process, which other programs
-disturb least. Every pair must give the same tokens, and no task may be slower by more than 2 % beyond noise; the command ends
-with 1 if one is. Tasks, each with drafters that know nothing of the others:
+``lossless=True, lookup=...``. Each of a pair comes first in turn. Times on a CPU are those of the process, which other programs
+disturb least, and on a GPU those of a clock on the wall. Every pair must give the same tokens, and no task may be slower by
+more than 2 % beyond noise; the command ends with 1 if one is. Tasks, each with drafters that know nothing of the others:
 
 - ``read``: a long answer, copied from the page, whose words are in no token that a drafter sees; drafts can only cost.
 - ``again``: the same question in the next turn of the conversation, whose prompt holds the first answer.
@@ -55,14 +55,14 @@ def prompt(model: Any, processor: Any, one: Page, task: str) -> dict[str, Any]:
         return first
     told = model.generate(**first, max_new_tokens=LONGEST, do_sample=False, mmaccel=False)[0].tolist()
     twice = replace(one, questions=(one.questions[0],) * 2)
-    ids = torch.tensor([told + pages.next_turn(processor, twice, told)])
+    ids = torch.tensor([told + pages.next_turn(processor, twice, told)], device=model.device)
     return {**first, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Answer every question of every task with and without drafts, in turn."""
     torch.set_num_threads(options.threads)
-    model, processor = load("smol-pages", device="cpu", dtype="float32")
+    model, processor = load("smol-pages", device=options.device, dtype="float32")
     (batches,) = [list(pages.asked(processor, model.config.image_seq_length, "test", ["long"], options.questions, 1))]
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with tqdm(total=len(batches) * len(options.tasks) * len(options.drafters), unit="pair") as bar:
@@ -78,10 +78,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 model.mmaccel.remove()
     return {
         "rows": [{"task": task, "drafter": drafter, **summary(found)} for (task, drafter), found in rows.items()],
+        "command": provenance.command("python", sys.argv[0]),
         "questions": options.questions,
         "threads": options.threads,
         "dtype": "float32",
-        "processor": provenance.processor(),
+        "processor": pages.device_name(options.device),
         "date": provenance.today(),
         "versions": provenance.versions(),
     }
@@ -90,12 +91,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def pair(model: Any, inputs: dict[str, Any], drafted_first: bool) -> dict[str, Any]:
     """One answer without and with drafts."""
     told, seconds, drafting = {}, {}, {}
+    # an answer that ends has waited for its last token
+    clock = time.process_time if model.device.type == "cpu" else time.perf_counter
     for drafted in (drafted_first, not drafted_first):
-        begin = time.process_time()
+        begin = clock()
         told[drafted] = model.generate(
             **inputs, max_new_tokens=LONGEST, do_sample=False, mmaccel=None if drafted else False
         )
-        seconds[drafted] = time.process_time() - begin
+        seconds[drafted] = clock() - begin
         if drafted:
             drafting = model.mmaccel.stats().drafting
     return {"same": torch.equal(told[True], told[False]), "seconds": (seconds[False], seconds[True]), **drafting}
@@ -141,8 +144,8 @@ def table(report: dict[str, Any]) -> str:
     ]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     return (
-        f"{markdown([head, *lines])}\n\n`python benchmarks/lossless.py --questions {report['questions']}`, float32, CPU "
-        f"seconds, {report['processor']}, threads: {report['threads']}, {versions}, {report['date']}."
+        f"{markdown([head, *lines])}\n\n`{report['command']}`, float32, "
+        f"seconds of {report['processor']}, threads: {report['threads']}, {versions}, {report['date']}."
     )
 
 
@@ -233,6 +236,7 @@ def main() -> int:
     parser.add_argument("--questions", type=int, default=12, help="pages")
     parser.add_argument("--drafters", nargs="+", default=["suffixdecoding"], choices=list(DRAFTERS))
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the report here as JSON")
     parser.add_argument("--update", type=Path, help="put the table between <!-- lossless --> marks of this page")
