@@ -137,7 +137,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         name = f"importance {kind}, {width} channels{_beside(False, masked)}"
         made[name] = lambda t=DTYPES[kind], w=width, m=masked: _importance(t, w, m)
     # as many as one program takes, and blocks of all tokens of a long clip
-    for slots, width in ((ONE_PROGRAM, ONE_PROGRAM), (16384, 16)):
+    for slots, width in ((ONE_PROGRAM, 16), (16384, 16)):
         made[f"max_min of {slots}"] = lambda n=slots, w=width: max_min(*_units(n, w), most=1)
     for slots, width in ((1024, 1024), (16384, 16)):
         made[f"greedy_dpp of {slots}"] = lambda n=slots, w=width: _greedy_dpp(n, w)

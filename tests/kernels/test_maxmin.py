@@ -96,7 +96,7 @@ def test_greedy_dpp_is_what_the_determinants_say(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("one_program", [0, 4096])
+@pytest.mark.parametrize("one_program", [0, kernel.ONE_PROGRAM])
 @pytest.mark.parametrize("kind", ["none", "some"])
 def test_the_kernel_of_max_min(shape, kind, one_program, device, monkeypatch):
     monkeypatch.setattr(kernel, "ONE_PROGRAM", one_program)
@@ -129,7 +129,7 @@ def test_ties_go_to_the_lower_slot_and_nothing_is_picked_twice(device):
         assert slots_of(run(x, quality, valid, count, NOISE, None)[0]) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("one_program", [0, 4096])
+@pytest.mark.parametrize("one_program", [0, kernel.ONE_PROGRAM])
 @pytest.mark.parametrize("width", [2, 4])
 def test_distances_below_the_noise_are_ties(width, one_program, device, monkeypatch):
     monkeypatch.setattr(kernel, "ONE_PROGRAM", one_program)
@@ -154,6 +154,8 @@ def test_empty_sets():
 def test_what_a_pick_moves(monkeypatch):
     n, slots, width = 1, 70, 33
     x, quality, valid, count = units(n, slots, width)
+    one_program = kernel.ONE_PROGRAM
+    monkeypatch.setattr(kernel, "ONE_PROGRAM", 0)
     # each block reads the picked vector, the bests of all blocks before it and its own state
     blocks = -(-slots // kernel.TILE["BLOCK"])
     limit = limits(n, slots, "none")
@@ -179,11 +181,15 @@ def test_what_a_pick_moves(monkeypatch):
     assert first.loaded + first.stored - second.loaded - second.stored == moved + beside
 
     # with all distances at hand, a row of distances is all that a pick reads
-    x, _, valid, count = units(2, 40, 64)
-    with counted() as traffic:
-        max_min_kernel(x, valid, count, NOISE, None, limits(2, 40, "none"))
-    assert traffic.launches == 1
-    assert traffic.loaded == 4 * (40 * int(count.sum()) + 2 * 2 * 40 + 2) and traffic.stored == 4 * int(count.sum())
+    monkeypatch.setattr(kernel, "ONE_PROGRAM", one_program)
+    for shape in ((2, 40, 64), (2, 70, 33)):
+        x, _, valid, count = units(*shape)
+        with counted() as traffic:
+            max_min_kernel(x, valid, count, NOISE, None, limits(*valid.shape, "none"))
+        n, slots, _ = shape
+        picks = int(count.sum())
+        assert traffic.launches == 1
+        assert traffic.loaded == 4 * (slots * picks + 2 * n * slots + n) and traffic.stored == 4 * picks
 
 
 @pytest.mark.parametrize("name", ["max_min", "greedy_dpp"])
