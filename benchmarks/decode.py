@@ -615,13 +615,22 @@ class Report:
         if page is not None:
             put_between(page, mark, text)
 
-    @property
-    def made_by(self) -> str:
-        """A line below a table."""
-        found = self.content
-        versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-        machine = f"{found['machine']['processor']}, {found['machine']['threads']} threads"
-        return f"`{found['command']}`, {found['date']}, {machine}, {versions}."
+
+def made_by(found: dict[str, Any]) -> str:
+    """A line below a table."""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    machine = f"{found['machine']['processor']}, {found['machine']['threads']} threads"
+    return f"`{found['command']}`, {found['date']}, {machine}, {versions}."
+
+
+def table(found: dict[str, Any]) -> str:
+    """The steps of a results file as Markdown."""
+    shapes = dict.fromkeys((row["shape"], row["answer"]) for row in found["steps"])
+    each = [
+        f"`{name}`, answers of {answer} tokens.\n\n{steps_table([row for row in found['steps'] if row['shape'] == name])}"
+        for name, answer in shapes
+    ]
+    return "\n\n".join([*each, made_by(found)])
 
 
 def run(args: argparse.Namespace) -> None:
@@ -657,17 +666,14 @@ def measure(args: argparse.Namespace, report: Report, device: torch.device) -> N
             found += own
             report.put("host", found)
             tables.append(f"`{name}`. {host_table(own, device.type == 'cuda')}")
-        report.show(args.update, "decode-host", "\n\n".join([*tables, report.made_by]))
+        report.show(args.update, "decode-host", "\n\n".join([*tables, made_by(report.content)]))
     if args.only not in ("counts", "host"):
-        found, tables = [], []
+        found = []
         for name in args.shape:
-            own = []
             for row in steps(name, variants, device, args):
-                own.append(row)
-                report.put("steps", found + own)
-            found += own
-            tables.append(f"`{name}`, answers of {args.answer} tokens.\n\n{steps_table(own)}")
-        report.show(args.update, "decode-steps", "\n\n".join([*tables, report.made_by]))
+                found.append(row)
+                report.put("steps", found)
+        report.show(args.update, "decode-steps", table(report.content))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

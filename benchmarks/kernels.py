@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmaccel.cli.shared.text import markdown
 from mmaccel.programs.bench import provenance
 
 
@@ -542,6 +543,24 @@ def selection(bench: Bench) -> None:
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
+def table(found: dict[str, Any]) -> str:
+    """The times of a results file as Markdown; others of the shape of the first row, a dense cache, are compared with it."""
+    timed = [row for row in found["results"] if "seconds" in row]
+    dense, shape = timed[0]["seconds"], timed[0]["name"].rpartition(", ")[2]
+    lines = [["", "microseconds", "GB/s", "of a copy", "times as fast as the dense cache", "reads by"]]
+    for row in timed:
+        same = shape in row["name"]
+        rate = (f"{row['bytes_per_s'] / 1e9:,.0f}", f"{row['share_of_copy']:.0%}") if "bytes" in row else ("", "")
+        beside = f"{dense / row['seconds']:.2f}" if same else ""
+        lines.append([row["name"], f"{1e6 * row['seconds']:,.1f}", *rate, beside, row.get("loop", "")])
+    checks = [row["right"] for row in found["results"] if "right" in row]
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return (
+        f"{markdown(lines)}\n\n`{found['command']}`, {found['date']}, {found['gpu']}, {versions}; a copy reads and writes "
+        f"{found['copy_bytes_per_s'] / 1e9:,.0f} GB/s. {sum(checks)} of {len(checks)} comparisons with definitions agree."
+    )
+
+
 def roofline(bench: Bench, path: Path) -> None:
     """Operations a second against operations a byte, below the line that the copy bandwidth draws."""
     try:

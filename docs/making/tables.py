@@ -52,7 +52,7 @@ MAKERS |= {
     "streams-hour": "streams",
     "streams-long": "streams",
 }
-MAKERS |= {"long-video": "long_video", "prompt-cache": "prompt_cache"}
+MAKERS |= {"long-video": "long_video", "prompt-cache": "prompt_cache", "kernels-": "kernels", "decode-steps-": "decode"}
 ROWS = re.compile(r"(<!-- rows of ([\w-]+): ([^|>]+) \| ([^>]+) -->\n).*?(<!-- /rows -->)", re.S)
 
 
@@ -76,7 +76,8 @@ def update(page: Path) -> None:
     makers["systems"] = system_tables
     makers["negative"] = lambda: str(importlib.import_module("negative").table())
     text = page.read_text(encoding="utf-8")
-    whole = [name for name in re.findall(r"<!-- ([\w-]+) -->", text) if name in makers or maker(name)]
+    marks = re.findall(r"<!-- ([\w-]+) -->", text)
+    whole = [name for name in marks if name in makers or maker(name) or (RESULTS / f"{name}.json").exists()]
     if not whole and not ROWS.search(text):
         raise MmaccelError(f"{page} has no markers of a table.")
     for name in whole:
