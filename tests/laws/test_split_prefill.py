@@ -21,8 +21,9 @@ from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerate_vl
 from mmaccel.kv.codecs import Codec
 from mmaccel.method import ChunkMethod, EncoderMethod, LayerMethod, PatchMethod, Policy, ProjectorMethod, ReuseMethod
 from mmaccel.runtime.cache.piece_eviction import EvictByPiece
+from mmaccel.runtime.call import readers
 
-pytestmark = pytest.mark.usefixtures("no_gradients")
+pytestmark = pytest.mark.usefixtures("no_gradients", "read_behind")
 
 #: one token, an odd number that ends inside pictures, and more than any prompt has
 SIZES = (1, 7, 10**6)
@@ -35,6 +36,12 @@ WHOLE = tuple(
     name for name in oracle.named(LayerMethod, ChunkMethod, Policy) if get_method(name)().needs_whole_prompt is not None
 )
 KINDS = ("image", "images", "video", "mixed", "uneven", "textrow")
+
+
+@pytest.fixture
+def read_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks as small as these are read as large ones are."""
+    monkeypatch.setattr(readers, "FEW_QUERIES", 1)
 
 
 def fitting(names: tuple[str, ...]) -> list[tuple[str, str]]:

@@ -31,6 +31,8 @@ from .forward import Forward
 from .runs import KeysToRead, LayerAttended
 
 Output = tuple[Tensor, Tensor | None]
+#: so few queries are not read in two passes, of which each takes its time
+FEW_QUERIES = 16
 
 
 @dataclass
@@ -121,6 +123,7 @@ def read_stored(call: Call[Any], number: int, given: Attention) -> Output:
     ragged, one new token, CPU             the same
     chosen, one new token                  :func:`mmaccel_kernels.chosen.chosen_attention`
     chosen, a piece of a prompt            SDPA over those keys alone: :func:`_read_gathered`
+    all, more than a few new tokens, CPU   earlier keys without a mask: :func:`_read_behind`
     all others                             the model's own implementation, with a mask: :func:`_masked`
     =====================================  ====================================================================
     """
@@ -252,8 +255,48 @@ def _masked(forward: Forward, number: int, given: Attention, seen: LayerAttended
         visible = torch.ones(*shape, dtype=torch.bool, device=given.query.device).tril()[None, None]
     if visible is None:
         return given.run(base, None, seen.scaling)
+    several = given.query.shape[2] > FEW_QUERIES
+    if several and base == "sdpa" and chosen is None and _sees_all_before(forward, number, given, seen):
+        return _read_behind(given, seen.scaling)
     mask = _for_heads(visible, given)
     return given.run(base, _added(mask, given.query.dtype) if base == "eager" else mask, seen.scaling)
+
+
+def _sees_all_before(forward: Forward, number: int, given: Attention, seen: LayerAttended) -> bool:
+    """Whether :func:`_read_behind` gives the output: on a CPU each query sees all keys before those of the queries, and of
+    these all up to its own; the attention is plain and needs no gradient."""
+    phase, index, options = forward.phase(seen.number), forward.index(seen.number), given.options
+    ahead = phase.bidirectional_groups is not None and forward.plan.family.is_bidirectional(number)
+    hidden = index.padded or phase.padded or ahead or phase.back is not None or index.windowed(given.window)
+    more = options.get("dropout") or any(options.get(name) is not None for name in ("position_bias", "softcap"))
+    return (
+        not hidden
+        and not more
+        and not forward.incoming.reads
+        and not torch.is_grad_enabled()
+        and given.query.device.type == "cpu"
+        and given.query.shape[2] < given.key.shape[2] == len(index)
+        and given.key.shape == given.value.shape
+    )
+
+
+def _read_behind(given: Attention, scaling: float) -> Output:
+    """The output over the keys before those of the queries, without a mask, and over their own, causally, as one by their
+    logarithms of the sum of exponentials: with a mask a CPU reads long caches far slower."""
+    query, (rows, heads, new, width) = given.query, given.query.shape
+    before, shared = given.key.shape[2] - new, given.key.shape[1]
+    groups = heads // shared
+    # the public function returns no logarithms
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    # without a mask, query heads that share keys are so many more queries
+    several = query.reshape(rows, shared, groups * new, width)
+    read, lse = attention(several, given.key[:, :, :before], given.value[:, :, :before], scale=scaling)
+    key, value = (x[:, :, before:].repeat_interleave(groups, dim=1) for x in (given.key, given.value))
+    own, own_lse = attention(query, key, value, is_causal=True, scale=scaling)
+    read, lse = (x.to(lse.dtype).unflatten(2, (groups, new)) for x in (read, lse))
+    own, own_lse = (x.to(lse.dtype).unflatten(1, (shared, groups)) for x in (own, own_lse))
+    both = own.lerp_(read, torch.sigmoid(lse - own_lse)[..., None])
+    return both.flatten(1, 2).to(query.dtype).transpose(1, 2), None
 
 
 def _weighs(forward: Forward) -> bool:
