@@ -5,19 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("vllm.config")
 
 import both_ways
+import delta_nets
 import internvl_chat
 import tiny
 import zoo
+from vllm import SamplingParams
 
 pytestmark = pytest.mark.vllm
 
 #: a method that chooses, one that merges by cells, and one that looks into the tower
 RECIPES = [("divprune", 0.25), ("pool", 0.25), ("visionzip", 0.3)]
-FAMILIES = ["qwen3_vl", "llava_next", "llava_onevision", "internvl"]
+FAMILIES = ["qwen3_vl", "qwen3_5", "llava_next", "llava_onevision", "internvl"]
 
 
 #: the others run with one of them
@@ -26,6 +29,7 @@ SIMPLE = (
     "qwen2_vl",
     "qwen2_5_vl",
     "qwen3_vl_moe",
+    "qwen3_5_moe",
     "glm4v",
     "glm4v_moe",
     "llava",
@@ -38,6 +42,11 @@ SIMPLE = (
     "granite4_vision",
 )
 CASES += [(family, *RECIPES[0]) for family in SIMPLE]
+
+
+@pytest.fixture(autouse=True)
+def _single_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    delta_nets.patch(monkeypatch)
 
 
 @pytest.mark.parametrize("family, recipe, retain", CASES)
@@ -97,7 +106,7 @@ def test_a_recipe_of_nothing_answers_as_the_bare_model(family: str, models: Path
             assert tiny.served(llm, family, rows) == tiny.expected(family, rows), kind
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "internvl"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "internvl"])
 def test_clips_whose_frames_stand_apart_in_chunks_from_caches_and_with_budgets_of_their_own(
     family: str, models: Path
 ) -> None:
@@ -141,6 +150,37 @@ def test_pictures_in_chunks_from_caches_and_with_budgets_of_their_own(family: st
                 for retain in (0.5, 0.1):
                     want = tiny.expected(family, rows, "divprune", retain=retain)
                     assert tiny.served(llm, family, rows, retain=retain) == want
+
+
+def test_a_recurrent_state_is_resumed_from_the_prefix_cache(models: Path) -> None:
+    """vLLM keeps the state of delta nets at the ends of its blocks, here of 640 tokens; each prompt is longer than one."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=tiny.TOKENS, ignore_eos=True)
+    with tiny.engine(tiny.folder("qwen3_5", models), {"recipe": "divprune", "retain": 0.5}) as llm:
+        for kind in ("image", "mixed"):
+            rows = [(*media, question * 60) for *media, question in tiny.rows("qwen3_5", kind)]
+            want = tiny.expected("qwen3_5", rows, "divprune", retain=0.5)
+            for again in (False, True):
+                out = llm.generate([tiny.prompt("qwen3_5", row) for row in rows], greedy, use_tqdm=False)
+                assert [list(one.outputs[0].token_ids) for one in out] == want, kind
+                assert all(bool(one.num_cached_tokens) == again for one in out), kind
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="vLLM's delta nets want a CPU with bfloat16")
+@pytest.mark.parametrize("recipe, options", [("none", {}), ("divprune", {"retain": 0.25})])
+def test_delta_nets_of_vllm_itself(
+    recipe: str, options: dict[str, float], models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, where only first tokens can be compared: what follows differs with the order of sums."""
+    monkeypatch.undo()
+    with tiny.engine(tiny.folder("qwen3_5", models), {"recipe": recipe, **options}, dtype="bfloat16") as llm:
+        for kind in tiny.kinds("qwen3_5"):
+            rows = tiny.rows("qwen3_5", kind, 10)
+            pairs = zip(
+                tiny.served(llm, "qwen3_5", rows),
+                tiny.expected("qwen3_5", rows, recipe, torch.bfloat16, **options),
+                strict=True,
+            )
+            assert sum(ours[0] == theirs[0] for ours, theirs in pairs) >= 9, kind
 
 
 def test_all_places_of_a_clip_keep_their_positions(models: Path) -> None:

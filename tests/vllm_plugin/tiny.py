@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,6 +85,9 @@ def _overrides(family: str) -> dict[str, Any]:
         return {**WIDE, "head_dim": 32, "rope_parameters": SECTIONS}
     if family == "lfm2_vl":
         return {**WIDE, "conv_dim": 64, "block_dim": 64}
+    if family.startswith("qwen3_5"):
+        # vLLM's own delta nets take the size of published models
+        return {**WIDE, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
     if not family.startswith("qwen"):
         return WIDE
     rope = {**SECTIONS, "mrope_interleaved": True} if family.startswith("qwen3") else SECTIONS
@@ -111,6 +115,8 @@ def folder(family: str, parent: Path) -> Path:
         if family == "qwen3_vl_moe":
             _turn_experts(place / "model.safetensors")
         zoo.processor(family).save_pretrained(place)
+        if family.startswith("qwen3_5"):
+            _name_bytes(place / "tokenizer.json")
     return place
 
 
@@ -128,6 +134,14 @@ def _turn_experts(file: Path) -> None:
     names = ("experts.gate_up_proj", "experts.down_proj")
     turned = {k: v.transpose(1, 2).contiguous() if k.endswith(names) else v for k, v in load_file(file).items()}
     save_file(turned, file, {"format": "pt"})
+
+
+def _name_bytes(file: Path) -> None:
+    """Name spaces and line breaks as tokenizers of bytes do: transformers always loads that of Qwen3.5 as one."""
+    saved = json.loads(file.read_text())
+    names = {" ": "\u0120", "\n": "\u010a"}
+    saved["model"]["vocab"] = {names.get(word, word): number for word, number in saved["model"]["vocab"].items()}
+    file.write_text(json.dumps(saved))
 
 
 def kinds(family: str) -> list[str]:
@@ -158,14 +172,13 @@ def engine(place: Path, recipe: dict[str, Any] | None = None, **options: Any) ->
     overrides = {**options.pop("hf_overrides", {}), **({"mmaccel": recipe} if recipe else {})}
     llm = LLM(
         str(place),
-        dtype="float32",
         enforce_eager=True,
         max_num_seqs=4,
         disable_log_stats=True,
         hf_overrides=overrides,
         # one mean and deviation for pictures and clips, otherwise; the processors of Qwen3-VL have two
         mm_device_do_normalize=False,
-        **{"max_model_len": 1024, **options},
+        **{"dtype": "float32", "max_model_len": 1024, **options},
     )
     try:
         yield llm
@@ -215,9 +228,11 @@ def visual(family: str, row: Row) -> int:
     return int(zoo.visual_mask(family, model(family), zoo.encode(family, [row])["input_ids"]).sum())
 
 
-def expected(family: str, given: list[Row], recipe: str | None = None, **options: Any) -> list[list[int]]:
+def expected(
+    family: str, given: list[Row], recipe: str | None = None, dtype: torch.dtype = torch.float32, **options: Any
+) -> list[list[int]]:
     """The tokens of transformers, one prompt at a time."""
-    made = model(family)
+    made = model(family).to(dtype)
     if recipe is not None:
         accelerate_vlm(made, recipe, processor=zoo.processor(family), **options)
     answers = []

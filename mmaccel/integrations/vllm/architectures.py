@@ -179,10 +179,17 @@ _NESTED = "vision_tower.vision_model.encoder.layers"
 
 #: by the name in vLLM's registry
 ARCHITECTURES: dict[str, Architecture] = {
-    "Qwen2VLForConditionalGeneration": Architecture(_BOTH, "visual.blocks", _GRIDS),
-    "Qwen2_5_VLForConditionalGeneration": Architecture(_BOTH, "visual.blocks", _GRIDS),
-    "Qwen3VLForConditionalGeneration": Architecture(_BOTH, "visual.blocks", _GRIDS),
-    "Qwen3VLMoeForConditionalGeneration": Architecture(_BOTH, "visual.blocks", _GRIDS),
+    **dict.fromkeys(
+        (
+            "Qwen2VLForConditionalGeneration",
+            "Qwen2_5_VLForConditionalGeneration",
+            "Qwen3VLForConditionalGeneration",
+            "Qwen3VLMoeForConditionalGeneration",
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5MoeForConditionalGeneration",
+        ),
+        Architecture(_BOTH, "visual.blocks", _GRIDS),
+    ),
     **dict.fromkeys(
         ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"),
         Architecture(_BOTH, "visual.blocks", _GRIDS, tapped=False),
