@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
-from mmaccel_kernels.compact import compact
+from mmaccel_kernels.compact import Compacted, compact
 from mmaccel_kernels.pages import Pages
 from torch import Tensor
 
 from ..method.results import check_type
-from .codecs import Eligible, TokenGroup
+from .codecs import Cuts, Eligible, TokenGroup
 from .index import KeyIndex, on_host, to_device
 from .key_bias import KeyBias, Rotations
 from .layer import CompressedLayer
 from .packed_keys import Held, PackedGroup, PackedKeys
 from .shared_prefix import SharedPrefix
+
+
+@dataclass
+class SharedPacking:
+    """What layers share that pack the same tokens in one forward.
+
+    indices : old and new ones by the id of the old one, so that layers which shared one go on sharing one.
+    """
+
+    indices: dict[int, tuple[KeyIndex, KeyIndex]] = field(default_factory=dict)
+    cuts: Cuts = field(default_factory=Cuts)
 
 
 class QuantisedLayer(CompressedLayer):
@@ -71,7 +82,7 @@ class QuantisedLayer(CompressedLayer):
         self,
         group: TokenGroup,
         eligible: Eligible,
-        replaced: dict[int, tuple[KeyIndex, KeyIndex]],
+        shared: SharedPacking,
         query_energy: Tensor | None = None,
         count: Tensor | None = None,
     ) -> None:
@@ -80,50 +91,50 @@ class QuantisedLayer(CompressedLayer):
         Parameters
         ----------
         eligible : the places that its tokens may have.
-        replaced : old and new indices by the id of the old one, so that layers which shared one go on sharing one.
+        shared : with other layers.
         query_energy : ``[B, Hkv, D]`` float32, the mean square of the last queries, if the codec looks at them.
         count : ``[B, 1 or Hkv]`` long on the CPU, how many tokens of the group are in full precision, where it is known; else
             the host waits for it.
         """
         if self.empty or self.too_few(group, eligible):
             return
-        valid = self.eligible_slots(eligible)
-        count = valid.sum(-1).cpu() if count is None else count.expand(valid.shape[:2])
-        count = group.codec.due(count)
-        if not bool(count.any()):
+        valid = None
+        if count is None:
+            valid = self.eligible_slots(eligible)
+            count = valid.sum(-1).cpu()
+        packable = group.codec.due(count.expand(-1, self.index.by_head.shape[1]))
+        if not bool(packable.any()):
             return
-        due = valid & (valid.cumsum(-1) <= group.codec.due(valid.sum(-1))[..., None])
         old = self.index
-        self.pack_due(group, due, count, query_energy)
-        known = replaced.get(id(old))
-        if known is not None:
+        if _fill_slots(self, group, count) and len(packable.unique()) == 1:
+            _pack_first(self, group, int(packable[0, 0]), query_energy, shared.cuts)
+            # whoever remembers the old one is told that slots mean something else
+            self.index = old.clone()
+        else:
+            valid = self.eligible_slots(eligible) if valid is None else valid
+            due = valid & (valid.cumsum(-1) <= to_device(packable, valid.device)[..., None])
+            self.pack_due(group, due, packable, query_energy, shared.cuts)
+        if (known := shared.indices.get(id(old))) is not None:
             self.index = known[1]
         elif old.index.dim() == 2:
-            replaced[id(old)] = (old, self.index)
+            shared.indices[id(old)] = (old, self.index)
 
-    def pack_due(self, group: TokenGroup, due: Tensor, count: Tensor, query_energy: Tensor | None) -> None:
+    def pack_due(self, group: TokenGroup, due: Tensor, count: Tensor, energy: Tensor | None, cuts: Cuts | None) -> None:
         """Pack the tokens ``due [B, 1 or Hkv, R]`` bool of those in full precision, ``count`` of each head, on the CPU."""
         groups = self._take_packed()
         rest, lengths = self.index.by_head.expand(-1, due.shape[1], -1), self.index.lengths - count
         keys, values = super().stored()
         every = count.expand(-1, keys.shape[1])
-        bias, coded = self.bias, keys
-        if bias is not None:
-            coded = (keys.float() - bias.keys(rest)).to(keys.dtype)
+        coded = keys if (bias := self.bias) is None else (keys.float() - bias.keys(rest)).to(keys.dtype)
         flat = compact(coded, values, due.expand(-1, keys.shape[1], -1), total=int(every.sum()))
-        empty = None if self.schedule.received is None else self.schedule.received[..., :0]
-        none = Held(torch.zeros_like(count), torch.zeros_like(count))
-        groups += [PackedGroup(None, rest[..., :0], empty, none)] * (max(group.number, group.like) + 1 - len(groups))
-        groups = [replace(one, held=one.known()) for one in groups]
+        received = self.schedule.received
+        groups = _at_least(groups, group, rest[..., :0], None if received is None else received[..., :0])
         own = groups[group.number].of_heads(due.shape[1])
-        before, unused = own.choices(groups[group.like])
-        empty_heads = unused.expand_as(every) if before is not None and bool(unused.any()) else None
         peak = None
         if group.codec.sees_all_values and bool(lengths.any()):
             peak = values.float().abs().masked_fill((rest < 0)[..., None], 0.0).amax(2)
-        packed = group.codec.pack(*flat, before, query_energy, every, empty_heads, peak)
-        new = check_type(group.codec, "pack()", packed, Pages)
-        groups[group.number] = own.extended(new, rest, due, self.schedule.received, count)
+        pages = _packed(group, groups, own, flat._replace(lengths=every), energy, peak, cuts)
+        groups[group.number] = own.extended(pages, rest, due, received, count)
         super().evict((rest >= 0) & ~due, (keys, values), lengths)
         self._join(groups, self.packed.dequantised)
 
@@ -137,7 +148,9 @@ class QuantisedLayer(CompressedLayer):
         """Mask of the tokens in full precision that may be packed, ``[B, 1 or Hkv, R]`` bool."""
         rest = self.index.by_head[..., self.width :]
         there = rest >= 0
-        return there & ~self.packed.packed_before(there) & eligible.holds(rest)
+        if self.packed.dequantised is not None:
+            there = there & ~self.packed.packed_before(there)
+        return eligible.among(rest, there)
 
     @property
     def loose(self) -> Tensor | None:
@@ -269,6 +282,68 @@ class QuantisedLayer(CompressedLayer):
         self._park()
 
 
+def _fill_slots(layer: QuantisedLayer, group: TokenGroup, count: Tensor) -> bool:
+    """Whether the host knows that the ``count`` tokens of a group in full precision fill all slots of every head, and that
+    these come right behind those that the group has packed."""
+    behind, held = layer.packed.widths[group.number :], layer.packed.held[group.number : group.number + 1]
+    if layer.ragged is not None or layer.prefix is not None or any(behind[1:]):
+        return False
+    ends = not any(behind) or (held[0] is not None and bool((held[0].places == behind[0]).all()))
+    return ends and bool((count == len(layer.index) - layer.width).all())
+
+
+def _pack_first(layer: QuantisedLayer, group: TokenGroup, count: int, query_energy: Tensor | None, cuts: Cuts) -> None:
+    """Pack the first ``count`` slots in full precision, for which see :func:`_fill_slots`: no slot gets another place."""
+    index, end, packed = layer.index.by_head, layer.width + count, layer.packed
+    keys, values = layer.keys[:, :, :count], layer.values[:, :, :count]
+    if (bias := layer.bias) is not None:
+        keys = (keys.float() - bias.keys(index[..., layer.width : end])).to(keys.dtype)
+    every = torch.full(keys.shape[:2], count)
+    groups = _at_least(packed.split(index, None), group, index[..., :0], None)
+    own = groups[group.number].of_heads(index.shape[1])
+    flat = Compacted(keys.flatten(0, 2), values.flatten(0, 2), every)
+    peak = None
+    if group.codec.sees_all_values and count < layer.values.shape[2]:
+        peak = layer.values.float().abs().amax(2)
+    pages = _packed(group, groups, own, flat, query_energy, peak, cuts)
+    held = Held(*(x + count for x in own.known()))
+    groups[group.number] = PackedGroup(pages, index[..., layer.width - own.index.shape[-1] : end], None, held)
+    layer.packed = PackedKeys.of(groups, packed.dequantised)
+    # what is packed is not held by a view of all
+    layer.keys, layer.values = (
+        x[:, :, count:].clone(memory_format=torch.contiguous_format) for x in (layer.keys, layer.values)
+    )
+    layer._park()
+
+
+def _at_least(
+    groups: Sequence[PackedGroup], group: TokenGroup, index: Tensor, received: Tensor | None
+) -> list[PackedGroup]:
+    """Groups up to ``group`` and the one it is like, and what is held of them; those that have packed nothing yet have this
+    ``index`` of no slots, and ``received``."""
+    none = torch.zeros(index.shape[:2], dtype=torch.long)
+    empty = PackedGroup(None, index, received, Held(none, none))
+    missing = max(group.number, group.like) + 1 - len(groups)
+    return [replace(one, held=one.known()) for one in (*groups, *[empty] * missing)]
+
+
+def _packed(
+    group: TokenGroup,
+    groups: Sequence[PackedGroup],
+    own: PackedGroup,
+    flat: Compacted,
+    query_energy: Tensor | None,
+    peak: Tensor | None,
+    cuts: Cuts | None,
+) -> Pages:
+    """Pages of ``own``, with the tokens ``flat`` behind those it has, whose ``lengths [B, Hkv]`` are on the CPU."""
+    before, unused = own.choices(groups[group.like])
+    empty = unused.expand_as(flat.lengths) if before is not None and bool(unused.any()) else None
+    packed = group.codec.pack(*flat, before, query_energy, empty, peak, cuts)
+    new = check_type(group.codec, "pack()", packed, Pages)
+    return new if own.pages is None else own.pages.appended(new)
+
+
 def _behind(x: Tensor, width: int) -> Tensor:
     """``x [B, heads, n, D]`` behind room for so many more."""
     whole = x.new_empty(*x.shape[:2], width + x.shape[2], x.shape[3])
@@ -291,4 +366,4 @@ def demote(layer: QuantisedLayer, group: TokenGroup, kept: Tensor, lengths: Tens
     if layer.packed.dequantised is not None:
         count = due.sum(-1).cpu()
     if bool(count.any()):
-        layer.pack_due(group, due, count.expand(due.shape[:2]), None)
+        layer.pack_due(group, due, count.expand(due.shape[:2]), None, None)

@@ -76,9 +76,9 @@ class PackedGroup:
         ]
         return replace(self.pages, keys=sides[0], values=sides[1]), unused & ~theirs
 
-    def extended(self, new: Pages, index: Tensor, due: Tensor, received: Tensor | None, count: Tensor) -> PackedGroup:
-        """With ``new`` pages behind: the tokens ``due [B, 1 or Hkv, R]`` of those with this index and these figures, ``count
-        [B, 1 or Hkv]`` on the CPU of every head."""
+    def extended(self, pages: Pages, index: Tensor, due: Tensor, received: Tensor | None, count: Tensor) -> PackedGroup:
+        """With ``pages`` in place of its own, which hold more behind: the tokens ``due [B, 1 or Hkv, R]`` of those with this
+        index and these figures, ``count [B, 1 or Hkv]`` on the CPU of every head."""
         held = self.known()
         held = Held(held.places + count, held.live + count)
         there = torch.zeros_like(self.index, dtype=torch.bool)
@@ -91,7 +91,7 @@ class PackedGroup:
         if self.received is not None and received is not None:
             both = torch.cat([self.received, received], dim=-1)
             received = both.gather(2, order.expand(-1, both.shape[1], -1)).masked_fill(~there, 0.0)
-        return PackedGroup(new if self.pages is None else self.pages.appended(new), index, received, held)
+        return PackedGroup(pages, index, received, held)
 
     def kept(self, kept: Tensor, alive: Tensor, listed: Pages | None) -> PackedGroup:
         """Only what is ``kept [B, 1 or Hkv, W]``, of which no place is dead; pages are written anew where that saves enough of

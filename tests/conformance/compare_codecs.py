@@ -21,7 +21,7 @@ from mmaccel.kv.codecs import gear as gear_codec
 from mmaccel.kv.codecs.base import Codec, Eligible, token_groups
 from mmaccel.kv.codecs.gear import low_rank
 from mmaccel.kv.index import KeyIndex
-from mmaccel.kv.packed import demote
+from mmaccel.kv.packed import SharedPacking, demote
 from mmaccel.kv.scoring.importance import energy
 from mmaccel.method import LayerAttention
 
@@ -483,7 +483,7 @@ def zipcache(params: Params, arrays: Arrays) -> None:
     first = (torch.arange(tokens) >= low).expand(1, heads, -1)
     groups = token_groups({0: make("zipcache-codec", bits=more)}, (1, policy.rest_codec()))
     demote(layer, groups[1], first, torch.full((1, heads), tokens - low))
-    layer.pack(groups[0], Eligible(torch.ones(1, tokens, dtype=torch.bool), 0, False), {})
+    layer.pack(groups[0], Eligible(torch.ones(1, tokens, dtype=torch.bool), 0, False), SharedPacking())
     assert layer.width == len(layer.index)
     places = layer.index.by_head.long()
     order = places.masked_fill(places < 0, tokens).argsort(dim=-1, stable=True)[..., :tokens, None]

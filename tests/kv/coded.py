@@ -20,7 +20,7 @@ from mmaccel.kv.codecs.turboquant import TurboQuant
 from mmaccel.kv.codecs.vidkv import VidKV
 from mmaccel.kv.codecs.zipcache_codec import ZipCacheCodec
 from mmaccel.kv.index import KeyIndex
-from mmaccel.kv.packed import QuantisedLayer
+from mmaccel.kv.packed import QuantisedLayer, SharedPacking
 from mmaccel.runtime.cache.packing import eligible_of
 
 HEADS, WIDTH = 2, 32
@@ -127,7 +127,7 @@ class Stored:
 
     def pack(self, layout: Any = None, since: int = 0, salient: torch.Tensor | None = None) -> None:
         """As the codec stage does behind a forward, where the host knows no counts."""
-        made: dict = {}
+        made = SharedPacking()
         for layer in self.state.layers:
             for group in self.groups:
                 eligible = eligible_of(group, self.state.shared, layout, since, salient)

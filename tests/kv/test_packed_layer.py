@@ -10,11 +10,13 @@ import torch
 from coded import HEADS, SMALL, WIDTH, Stored, centred, error, keys_like, name_of, places_of, prompt
 from mmaccel_kernels.pages import unpack
 
+from mmaccel.kv import packed
 from mmaccel.kv.codecs import Codec
 from mmaccel.kv.codecs.calibquant import CalibQuant
 from mmaccel.kv.codecs.fp8 import FP8
 from mmaccel.kv.codecs.kivi import KIVI
 from mmaccel.kv.codecs.vidkv import VidKV
+from mmaccel.kv.packed import QuantisedLayer
 
 
 @pytest.mark.parametrize("codec", [c for c in SMALL if not c.visual_only], ids=name_of)
@@ -38,6 +40,31 @@ def test_decoding_packs_each_token_once(codec: Codec) -> None:
     stored.check(1.1 if codec.name == "vidkv" else 0.7)
     assert torch.equal(layer.index.index[0], torch.arange(70 + 2 * codec.page, dtype=torch.int32))
     assert not layer.index.padded
+
+
+@pytest.mark.parametrize("codec", [c for c in SMALL if not c.visual_only], ids=name_of)
+def test_tokens_that_fill_all_slots_are_packed_as_others_are(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut off in front, without masks; the cache is the same to the bit, and whoever knows the old index sees a new one."""
+    caches = []
+    for by_mask in (False, True):
+        with monkeypatch.context() as patch:
+            if by_mask:
+                patch.setattr(packed, "_fill_slots", lambda *args: False)
+            else:
+                patch.setattr(QuantisedLayer, "pack_due", None)
+            stored = Stored(codec, batch=2, layers=2)
+            for tokens in (70, *[1] * (codec.page + 1), 70):
+                before = None if (layer := stored.state.layers[0]).empty else layer.index, layer.width
+                stored.feed(tokens)
+                assert layer.width == before[1] or layer.index is not before[0]
+            one, two = stored.state.layers[:2]
+            assert one.index is two.index
+            held = [x for held in layer.packed.held for x in held or ()]
+            caches.append(
+                [layer.index.index, layer.index.lengths, *layer.stored(), layer.keys, *held, *layer.tensors()]
+            )
+    for mine, other in zip(*caches, strict=True):
+        assert torch.equal(mine, other)
 
 
 def test_only_visual_tokens_are_packed_and_text_stays_as_it_is() -> None:

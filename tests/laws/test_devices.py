@@ -60,10 +60,15 @@ LAUNCHES = {
     "cache": (200, 8),
     "scheduled": (200, 2),
     "reading": (300, 24),
-    "codec": (120, 2),
+    "codec": (90, 2),
     # with a mask, sdpa attention of transformers repeats keys and values of a prompt for the heads of a group
     "weights": (2, 0),
 }
+
+
+#: launches a layer above those of the bare model at the prompt, where codecs pack all tokens, in pages that these fill: two
+#: copies each of what is packed and of what stays, and one launch a side, behind three that rotate it
+PACKED = {"kivi": 6, "fp8": 6, "turboquant": 12}
 
 
 @dataclass(frozen=True)
@@ -269,6 +274,22 @@ def launches_are_bounded(name: str, few: Ran, many: Ran) -> None:
     for step in range(len(few.steps)):
         extra = a_layer(few, many, step) - a_layer(*bare, step)
         assert extra <= sum(bound[step > 0] for bound in bounds)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_layers_share_where_tokens_are_packed(name: str) -> None:
+    """Which tokens are packed, where they go and what pages they fill is computed once for all layers."""
+
+    def launched(chosen: Recipe, depth: int) -> int:
+        worker = prepare(zoo.processor("llava"), chosen)
+        given, model = feed("llava", "image", worker), zoo.model("llava", num_hidden_layers=depth).requires_grad_(False)
+        with simulated.machine() as gpu:
+            return total(run(gpu.put(model), chosen, worker, gpu.put(given), gpu).steps[0].launches)
+
+    packing, bare = Recipe("stages", fingerprint.PAGES[name]), get_recipe("none")
+    # the first run of all copies rotations to the device
+    few, many = ([launched(chosen, depth) for chosen in (packing, bare)] for depth in (4, 8))
+    assert 0 < (many[0] - many[1] - few[0] + few[1]) / 4 <= PACKED[name]
 
 
 # ------------------------------------------------------------------------------------------------------- two devices

@@ -24,7 +24,8 @@ class Cut:
     """Flat ragged heads cut into pages.
 
     start, count : ``[N]`` long and int32, first row and tokens of every page, head after head.
-    head : ``[N]`` long, the head of every page, of ``B Hkv``.
+    number : ``[N]`` int32, 0 to N - 1.
+    head : ``[N]`` long, the head of every page, of ``B Hkv``; ``cu_pages [B Hkv + 1]`` int32, the first page of every head.
     lengths : ``[B, Hkv]`` long.
     tile : tokens of a tile of the pages.
     query_energy : ``[B, Hkv, D]`` float32, the mean square of the last queries, for codecs with a ``window``.
@@ -35,12 +36,39 @@ class Cut:
 
     start: Tensor
     count: Tensor
+    number: Tensor
     head: Tensor
+    cu_pages: Tensor
     lengths: Tensor
     tile: int
     query_energy: Tensor | None = None
     new: Tensor | None = None
     peak: Tensor | None = None
+
+
+class Cuts:
+    """Cuts of heads into pages, which layers share that pack as many tokens of every head."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, ...], Cut] = {}
+
+    def of(self, lengths: Tensor, page: int, tile: int, device: torch.device) -> Cut:
+        """Cut flat heads of ``lengths [B, Hkv]`` long into pages on ``device``. If they are on the CPU nothing waits for the
+        device; else the host waits for the number of pages."""
+        if lengths.device.type != "cpu":
+            return self._cut(lengths, page, tile, None)
+        key = device, page, tile, lengths.shape, *lengths.flatten().tolist()
+        if key not in self._made:
+            total = int((-(-lengths // page)).sum())
+            self._made[key] = self._cut(_to_device(lengths, device), page, tile, total)
+        return self._made[key]
+
+    @staticmethod
+    def _cut(lengths: Tensor, page: int, tile: int, total: int | None) -> Cut:
+        start, count, cu_pages = split(lengths.flatten(), page, total)
+        head = torch.repeat_interleave(cu_pages.diff().long(), output_size=len(count))
+        number = torch.arange(len(count), dtype=torch.int32, device=count.device)
+        return Cut(start, count, number, head, cu_pages, lengths, tile)
 
 
 @dataclass(frozen=True)
@@ -148,42 +176,40 @@ class Codec(Method):
         lengths: Tensor,
         before: Pages | None = None,
         query_energy: Tensor | None = None,
-        known: Tensor | None = None,
         new: Tensor | None = None,
         peak: Tensor | None = None,
+        cuts: Cuts | None = None,
     ) -> Pages:
         """Quantise tokens and pack them.
 
         Parameters
         ----------
         keys, values : ``[total, D]`` and ``[total, Dv]`` float16, bfloat16 or float32, flat: head after head.
-        lengths : ``[B, Hkv]`` long, tokens of each head.
+        lengths : ``[B, Hkv]`` long, tokens of each head, on the CPU or the device; there the host waits for the number of
+            pages.
         before : what these heads have packed already.
         query_energy : see :class:`Cut`.
-        known : ``lengths`` on the CPU, where the host knows them; else it waits for the number of pages.
         new : ``[B, Hkv]`` bool on the CPU, the heads of ``before`` in which nothing is packed; None if there is none.
         peak : see :class:`Cut`.
+        cuts : of other layers; None where they share none with this one.
         """
-        total = None if known is None else int((-(-known // self.page)).sum())
-        start, count, cu_pages = split(lengths.flatten(), self.page, total)
-        head = torch.repeat_interleave(cu_pages.diff().long(), output_size=len(count))
-        tile = self.tile_of(values.shape[1])
-        new = None if new is None else new.to(keys.device, non_blocking=keys.device.type != "cpu")
-        cut = Cut(start, count, head, lengths, tile, query_energy, new, peak)
+        shared = (cuts or Cuts()).of(lengths, self.page, self.tile_of(values.shape[1]), keys.device)
+        new = None if new is None else _to_device(new, keys.device)
+        cut = replace(shared, query_energy=query_energy, new=new, peak=peak)
         planes = self._checked("key_planes()", self.key_planes(keys.contiguous(), cut, before), keys, cut)
         of_values = self._checked("value_planes()", self.value_planes(values.contiguous(), cut, before), values, cut)
-        meta = check_tensor(self, "meta()", self.meta(cut), "integer", (len(count),), count)
+        meta = check_tensor(self, "meta()", self.meta(cut), "integer", (len(cut.count),), cut.count)
         check_slots(self, "meta()", meta, min(len(plane.scale) for plane in (*planes, *of_values)))
         narrow = planes[0].channels is not None and sum(plane.codes.shape[2] for plane in planes) < keys.shape[1]
         return Pages(
             keys=planes,
             values=of_values,
             page=self.page,
-            tile=tile,
-            count=count,
+            tile=cut.tile,
+            count=cut.count,
             meta=meta.int(),
-            table=torch.arange(len(count), dtype=torch.int32, device=count.device),
-            cu_pages=cu_pages,
+            table=cut.number,
+            cu_pages=cut.cu_pages,
             heads=lengths.shape[1],
             key_width=keys.shape[1] if narrow else 0,
             tokens=len(keys),
@@ -208,7 +234,7 @@ class Codec(Method):
 
     def meta(self, cut: Cut) -> Tensor:
         """Row of scales of each page; by default each has its own."""
-        return torch.arange(len(cut.count), device=cut.count.device)
+        return cut.number
 
     def plane(self, x: Tensor, cut: Cut, format: Format) -> Plane:
         """``x [total, D]`` in one format, scales per page."""
@@ -269,23 +295,26 @@ class Eligible:
     rows: Tensor | None = None
     _moved: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    def holds(self, places: Tensor) -> Tensor:
-        """``places [B, heads, K]`` -> the same shape, bool."""
-        eligible = self._holds(places)
-        if self.rows is None:
-            return eligible
-        return eligible & self.rows.to(places.device, non_blocking=places.device.type != "cpu")[:, None, None]
+    def among(self, places: Tensor, there: Tensor) -> Tensor:
+        """Those of the slots ``there [B, heads, K]`` bool whose ``places``, of the same shape, may be packed."""
+        if self.mask is not None:
+            there = there & self._in_mask(places, self.mask)
+        elif not self.others:
+            there = torch.zeros_like(there)
+        return there if self.rows is None else there & _to_device(self.rows, there.device)[:, None, None]
 
-    def _holds(self, places: Tensor) -> Tensor:
-        if self.mask is None:
-            return torch.full_like(places, self.others, dtype=torch.bool)
+    def _in_mask(self, places: Tensor, mask: Tensor) -> Tensor:
         at = places.long() - self.since
-        inside = (at >= 0) & (at < self.mask.shape[1])
+        inside = (at >= 0) & (at < mask.shape[1])
         if places.device not in self._moved:
-            self._moved[places.device] = self.mask.to(places.device, non_blocking=places.device.type != "cpu")
-        mask = self._moved[places.device][:, None].expand(-1, places.shape[1], -1)
-        eligible = mask.gather(2, at.clamp(0, self.mask.shape[1] - 1))
-        return torch.where(inside, eligible, self.others)
+            self._moved[places.device] = _to_device(mask, places.device)
+        of_heads = self._moved[places.device][:, None].expand(-1, places.shape[1], -1)
+        return torch.where(inside, of_heads.gather(2, at.clamp(0, mask.shape[1] - 1)), self.others)
+
+
+def _to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Move a tensor from the host without waiting for the work of ``device``."""
+    return x.to(device, non_blocking=device.type != "cpu")
 
 
 def channel_group(group: int, channels: int) -> int:

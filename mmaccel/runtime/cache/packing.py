@@ -22,8 +22,7 @@ from ...core.layout import Layout
 from ...core.stats import Stage as StageStats
 from ...kv.cache import CacheState
 from ...kv.codecs import Codec, Eligible, TokenGroup
-from ...kv.index import KeyIndex
-from ...kv.packed import QuantisedLayer
+from ...kv.packed import QuantisedLayer, SharedPacking
 from ...kv.scoring.importance import energy
 from ...kv.shared import Shared
 from ...method.results import check_tensor
@@ -81,8 +80,7 @@ class PackKeys(Run):
         self.salient: Tensor | None = None
         self.query_energy: dict[int, Tensor] = {}
         self.waiting: list[QuantisedLayer] = []
-        #: indices that packing replaced, so that layers still share one
-        self._replaced: dict[int, tuple[KeyIndex, KeyIndex]] = {}
+        self._shared = SharedPacking()
         #: layers that were packed, or wait for the end of the forward
         self._done: set[int] = set()
         self._counted: dict[tuple[int, int], Tensor] = {}
@@ -211,7 +209,7 @@ class PackKeys(Run):
             asked = self.query_energy.get(layer.number)
             # of absorbed queries the first channels meet latents, which are packed as keys
             asked = None if asked is None else asked[..., : layer.keys.shape[3]]
-            layer.pack(group, eligible, self._replaced, asked, count)
+            layer.pack(group, eligible, self._shared, asked, count)
             if eligible.others and not layer.empty:
                 rows, loose = len(self.rows), len(layer.index) - layer.width
                 self._look_again(group.codec, torch.full((rows, 1), loose) if count is None else count)
