@@ -52,7 +52,7 @@ RIGHT = "mini-llava-recipes"
 #: kept answers of the shipped model around a real language model, in the same form
 SEEING = {"mini-smol, pictures": "answers-pictures-smol", "mini-smol, documents": "answers-documents"}
 #: right answers of the real language model, and those to other questions with other options
-REAL, SETTINGS = "pages-cpu", "pages-settings-cpu"
+REAL, SETTINGS = "pages", "pages-settings-cpu"
 
 
 def right(row: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ Seeds of the split ``test`` are for reports; choose settings on ``--split val``.
     python benchmarks/pages.py --questions 36 --out pages.json                        # every row, few questions
     python benchmarks/pages.py --recipes none snapkv:0.25 kivi --out pages.json       # some rows, 200 questions
     python benchmarks/pages.py --show --out pages.json --update docs/results/pages.md # the table again, without a model
+    python benchmarks/pages.py --merge gpu.json cpu.json --out pages.json             # one report of two
     python benchmarks/pages.py --show --out pages.json --losses mmaccel/recipe/losses.toml # what stats() warns of
 """
 
@@ -106,6 +107,8 @@ LOST = {
     "question-first": "a question before the page",
     "later": "a question in a later turn",
 }
+#: what a merged report says of each of its runs
+RUN = ("command", "date", "dtype", "machine", "versions", "kvpress")
 #: marks a row of kvpress
 PEER = "kvpress "
 
@@ -390,6 +393,42 @@ def report(args: argparse.Namespace, journal: Journal, peer: Kvpress | None = No
     }
 
 
+def merged(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """One report of several, the first of which counts most.
+
+    A row is that of the first report which asked it all kinds. Kinds that a report lacks are taken from the others behind it if
+    they asked as many questions of each. Rows that nowhere have all kinds are left out.
+    """
+    every = {kind for one in reports for kind in one["rows"].get("none", {"kinds": {}})["kinds"]}
+    runs = [{name: one.get(name) for name in RUN} for one in reports]
+    rows: dict[str, dict[str, Any]] = {}
+    for title in dict.fromkeys(title for one in reports for title in one["rows"]):
+        holding = [(number, one["rows"][title]) for number, one in enumerate(reports) if title in one["rows"]]
+        for at, (number, first) in enumerate(holding):
+            kinds, used, asked = dict(first["kinds"]), [number], {pair["asked"] for pair in first["kinds"].values()}
+            for other, row in holding[at + 1 :]:
+                more = {k: pair for k, pair in row["kinds"].items() if k not in kinds and {pair["asked"]} == asked}
+                kinds |= more
+                used += [other] if more else []
+            if kinds.keys() == every:
+                rows[title] = {
+                    **first,
+                    "kinds": {kind: kinds[kind] for kind in PAGE_KINDS if kind in every},
+                    "runs": used,
+                }
+                break
+    return {**reports[0], "runs": runs, "rows": rows, "refused": {}}
+
+
+def run_line(found: dict[str, Any]) -> str:
+    """Command, date, machine and versions of a run."""
+    versions = ", ".join(
+        f"{name} {number}" for name, number in {**found["versions"], **(found.get("kvpress") or {})}.items()
+    )
+    processor, threads = found["machine"]["processor"], found["machine"]["threads"]
+    return f"`{found['command']}`, {found['date']}, {found['dtype']}, {processor}, threads {threads}, {versions}."
+
+
 def table(found: dict[str, Any]) -> str:
     """The report as Markdown: best row first; the columns of the kinds are folded."""
     kinds = [kind for kind in PAGE_KINDS if any(kind in row["kinds"] for row in found["rows"].values())]
@@ -405,15 +444,12 @@ def table(found: dict[str, Any]) -> str:
         lines.append(((right / count, title), cells))
     lines.sort(key=lambda line: (-line[0][0], line[0][1]))
     head = ["recipe", "budget", "right answers (95 %)", "KV, MiB", *kinds]
-    processor, threads = found["machine"]["processor"], found["machine"]["threads"]
-    about = f"`{found['command']}`, {found['date']}, {found['dtype']}, {processor}, threads {threads}, " + ", ".join(
-        f"{name} {number}" for name, number in {**found["versions"], **found.get("kvpress", {})}.items()
-    )
+    about = "\n\n".join(map(run_line, found.get("runs", [found])))
     refused = "".join(f"\n- `{title}`: {why}" for title, why in found["refused"].items())
     rows = [head, *(cells for _, cells in lines)]
     by_kind = fold("Right answers of each kind of question", markdown([[*row[:2], *row[4:]] for row in rows]))
     not_run = f"\n\nNot run:\n{refused}" if refused else ""
-    return f"{folded([row[:4] for row in rows], f'{about}.{not_run}')}\n\n{by_kind}"
+    return f"{folded([row[:4] for row in rows], f'{about}{not_run}')}\n\n{by_kind}"
 
 
 def losses(found: dict[str, Any]) -> str:
@@ -426,14 +462,14 @@ def losses(found: dict[str, Any]) -> str:
             sum(pair["asked"] for pair in row["kinds"].values()),
         )
         for title, row in found["rows"].items()
-        if not title.startswith(PEER) and title != "none"
+        if not title.startswith(PEER) and title != "none" and title.count(":") < 2
     }
     lost = [title for title, pair in counts.items() if interval(*pair)[1] < 0.5]
     largest = {title.partition(":")[0]: title for title in sorted(lost, key=_budget)}
     parts = []
     for name, title in sorted(largest.items()):
         rivals = [other for other in counts if _budget(other) == _budget(title) and _site(other) == _site(title)]
-        better = max(rivals, key=lambda other: (counts[other][0], -found["rows"][other]["kv_bytes"]))
+        better = max(rivals, key=lambda other: (counts[other][0] / counts[other][1], -found["rows"][other]["kv_bytes"]))
         kinds = found["rows"][title]["kinds"]
         none = ", ".join(words for kind, words in LOST.items() if not kinds[kind]["right"])
         at, share = (
@@ -453,7 +489,7 @@ def losses(found: dict[str, Any]) -> str:
 
 def _budget(title: str) -> float:
     """The budget of a row; 1 for one without a budget."""
-    return float(title.partition(":")[2] or 1)
+    return float([*title.split(":"), ""][1] or 1)
 
 
 def _site(title: str) -> tuple[str, bool]:
@@ -483,6 +519,9 @@ def main() -> int:
     parser.add_argument(
         "--kvpress", type=Path, metavar="PYTHON", help="also run presses, with the Python of their environment"
     )
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", metavar="FILE", help="no model: one report of several, the first counts most"
+    )
     parser.add_argument("--update", type=Path, metavar="PAGE", help="write the table between the marks of this page")
     parser.add_argument("--losses", type=Path, metavar="TOML", help="write which recipes lost most answers")
     parser.add_argument("--show", action="store_true", help="no model: the table from the JSON")
@@ -494,7 +533,10 @@ def main() -> int:
     if args.show:
         found = json.loads(args.out.read_text(encoding="utf-8"))
     else:
-        found = run_jobs(args) if args.jobs > 1 else run(args)
+        if args.merge:
+            found = merged([json.loads(file.read_text(encoding="utf-8")) for file in args.merge])
+        else:
+            found = run_jobs(args) if args.jobs > 1 else run(args)
         write_json(args.out, found)
     text = table(found)
     if args.update:

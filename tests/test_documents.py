@@ -292,7 +292,7 @@ def test_figures_reach_the_pages() -> None:
 
 def test_pages_say_what_both_grounds_say() -> None:
     """Small models and a real language model: figures of their files, or that there are none."""
-    rows = method_pages.record("pages-cpu")["rows"]
+    rows = method_pages.record("pages")["rows"]
     right = [kind["right"] for kind in rows["kvpress snapkv:0.1"]["kinds"].values()]
     small, real = method_pages.accuracy("snapkv").split("### A real language model\n\n")
     same = method_pages.record("answers-pictures-deep")["rows"]["snapkv:0.1"]["kept"]

@@ -283,3 +283,34 @@ def test_the_table_has_the_best_row_first() -> None:
 def test_the_benchmark_refuses_no_questions(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["pages.py", "--out", str(tmp_path / "out.json"), option, "0"])
     refused(bench.main, "--questions, --batch-size, --threads and --jobs must be 1 or more")
+
+
+def test_reports_are_merged_row_by_row() -> None:
+    """Kinds that the first report lacks come from others with as many questions; a row that is whole nowhere is left out."""
+
+    def one(command: str, **rows: dict[str, tuple[int, int]]) -> dict[str, Any]:
+        counted = {
+            title: {"kinds": {kind: {"right": right, "asked": asked} for kind, (right, asked) in kinds.items()}}
+            for title, kinds in rows.items()
+        }
+        about = {"command": command, "date": "2026-01-01", "dtype": "bfloat16", "versions": {"torch": "2"}}
+        return about | {"machine": {"processor": command, "threads": 1}, "rows": counted, "refused": {}}
+
+    gpu = one("gpu", none={"number": (9, 9)}, fp8={"number": (8, 9)}, kivi={"number": (7, 9)}, think={"number": (1, 9)})
+    rest = one("rest", none={"later": (6, 9)}, fp8={"later": (5, 9)}, kivi={"later": (1, 1)})
+    cpu = one("cpu", kivi={"number": (2, 3), "later": (1, 3)}, fp8={"number": (0, 3), "later": (0, 3)})
+    found = bench.merged([gpu, rest, cpu])
+    kinds = {
+        title: {kind: (p["right"], p["asked"]) for kind, p in row["kinds"].items()}
+        for title, row in found["rows"].items()
+    }
+    assert kinds == {
+        "none": {"number": (9, 9), "later": (6, 9)},
+        "fp8": {"number": (8, 9), "later": (5, 9)},
+        "kivi": {"number": (2, 3), "later": (1, 3)},
+    }
+    assert [found["rows"][title]["runs"] for title in kinds] == [[0, 1], [0, 1], [2]]
+    text = bench.table(found)
+    assert "| `fp8` |  | 72.2% of 18" in text and all(
+        f"`{name}`, 2026-01-01, bfloat16, {name}," in text for name in ("gpu", "rest", "cpu")
+    )

@@ -51,7 +51,7 @@ def test_a_question_is_answered_at_once(name: str) -> None:
     for title in ("The shipped models", "The real language model", "What no one has measured"):
         assert f"\n## {title}\n" in text
     assert re.search("<!-- rows of (answers-|towers|cache-speed)", text)
-    assert "<!-- rows of pages-cpu: " in text or name in ("many-pictures", "many-users")
+    assert "<!-- rows of pages: " in text or name in ("many-pictures", "many-users")
     assert "```bash\nmmaccel " in text.split("## What no one has measured")[1]
 
 
@@ -87,7 +87,7 @@ def test_a_long_table_is_folded_best_first() -> None:
     assert "| r9 |" in shown and "| r10 |" not in shown and "<summary>2 more rows; command" in folded
     assert "| recipe | n |" in folded and "| r11 |" in folded and folded.endswith("`a command`\n\n</details>")
     assert folding.share(1, 2).startswith("50.0% of 2 (1.3 to 98.7)")
-    for name, column in (("answers-clips", "answers kept (95 %)"), ("pages-cpu", "right answers (95 %)")):
+    for name, column in (("answers-clips", "answers kept (95 %)"), ("pages", "right answers (95 %)")):
         table = tables.result_table(name).split("Right answers of each kind")[0]
         first = next(line for line in table.splitlines() if line.startswith("| recipe"))
         at = first.split(" | ").index(column)

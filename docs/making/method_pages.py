@@ -250,16 +250,16 @@ def same_answers(name: str, tables: dict[str, str]) -> str:
 
 def pages_read(name: str) -> str:
     """Right answers of a real language model about pages of text, ours and those of kvpress."""
-    found = record("pages-cpu")
+    found = record("pages")
     kinds = list(found["rows"]["none"]["kinds"])
     columns = [["", "right answers", *kinds]]
     for title, row in found["rows"].items():
-        known, _, share = title.partition(":")
+        known, *rest = title.split(":")
         if known.removeprefix("kvpress ") == name:
             pairs = [row["kinds"][kind] for kind in kinds]
             right, asked = (sum(pair[which] for pair in pairs) for which in ("right", "asked"))
             cells = [f"{pair['right']} of {pair['asked']}" for pair in pairs]
-            head = f"{known} {budget(float(share))}" if share else known
+            head = " ".join([known, *(budget(float(share)) for share in rest[:1] if share), *rest[1:]])
             columns.append([head, f"{right / asked:.1%} of {asked}", *cells])
     if len(columns) == 1:
         return (

@@ -43,7 +43,7 @@ QUESTIONS = (
     "many-users",
 )
 #: by the beginning of a results file's name: the module of ``benchmarks`` whose ``table`` writes it
-MAKERS = {"answers-": "answers", "tuned-": "tuned", "pages-": "pages", "things-": "things", "prefix-": "prefix"}
+MAKERS = {"answers-": "answers", "tuned-": "tuned", "pages": "pages", "things-": "things", "prefix-": "prefix"}
 MAKERS |= {
     "towers": "towers",
     "memory": "memory",

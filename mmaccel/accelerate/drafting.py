@@ -104,18 +104,13 @@ class Drafts:
         return self.lossless or self.draft is not None or self.copying is not None
 
     def check(self, recipe: Recipe, processor: Any, falls_back: bool) -> None:
-        """Raise UnsupportedError for drafts with a fallback, and for a lossless recipe that reads prompts in chunks, or works
-        on pixels, unless the caller has prepared the processor with it."""
+        """Raise UnsupportedError for drafts with a fallback, and for a lossless recipe that works on pixels, unless the caller
+        has prepared the processor with it."""
         if falls_back and self:
             why = "with lossless=True every answer is the full model's; leave out fallback=."
             raise UnsupportedError(
                 "fallback= and drafts cannot be combined: "
                 f"{why if self.lossless else 'give fallback=, or draft= and lookup=.'}"
-            )
-        if self.lossless and recipe.chunk is not None:
-            raise UnsupportedError(
-                f"chunk={recipe.chunk} is how a recipe reads a prompt, and with lossless=True the bare model reads it; leave "
-                "out one of them."
             )
         before = any(method.site == "frames" for _, method in recipe.build())
         if self.lossless and before and getattr(processor, "mmaccel_recipe", None) is None:

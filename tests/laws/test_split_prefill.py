@@ -331,11 +331,6 @@ def test_outputs_that_do_not_join_and_calls_without_a_cache(name: str) -> None:
         assert gap(logits(generate(tiny, feed)), logits(generate(tiny, feed))) == 0
 
 
-def test_lossless_drafts_read_no_chunks() -> None:
-    with pytest.raises(MmaccelError, match=r"chunk=8 is how a recipe reads a prompt, and with lossless=True"):
-        accelerate_vlm(model("llava"), "divprune", lossless=True, chunk=8)
-
-
 # ------------------------------------------------------------------------------------------------ ways to ask for it
 
 

@@ -22,7 +22,7 @@ from mmaccel.recipe import losses
 pytestmark = pytest.mark.usefixtures("no_gradients")
 READERS = [name for name in FAMILIES if families()[name].reads_pages]
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-CURVES, PAGES = RESULTS / "mini-llava-curves.json", RESULTS / "pages-cpu.json"
+CURVES, PAGES = RESULTS / "mini-llava-curves.json", RESULTS / "pages.json"
 DOCUMENTS = RESULTS / "answers-documents.json"
 
 

@@ -302,6 +302,35 @@ def test_trees_change_no_answer(
             torch.testing.assert_close(one.values, other.values, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["image", "uneven"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_are_read_in_chunks(family: str, kind: str, liar: type[Liar], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that verifies reads its prompt in as many pieces as the recipe says, or the call."""
+    tiny, feed = zoo.model(family), zoo.inputs(family, kind)
+    bare = generate(tiny, feed)
+    monkeypatch.setattr(liar, "truth", told(feed, bare))
+    monkeypatch.setattr(liar, "plan", "mixed")
+    given: dict[str, Any] = {"lossless": True, "lookup": "liar", "processor": zoo.processor(family)}
+    with accelerated(tiny, "divprune", retain=0.3, chunk=9, **given):
+        out, stats = generate(tiny, feed), tiny.mmaccel.stats()
+        other, less = generate(tiny, feed, mmaccel={"chunk": 12}), tiny.mmaccel.stats()
+    for answer, size, figures in ((out, 9, stats), (other, 12, less)):
+        assert torch.equal(answer, bare) or differ_at_a_tie(tiny, feed, answer, bare)
+        assert any(note.startswith(f"chunk={size}: the text model read") for note in figures.notes)
+        assert 0 < figures.drafting["accepted"] < figures.drafting["drafted"]
+
+
+@pytest.mark.parametrize("family", SHORT)
+def test_blocks_may_be_longer_than_chunks(family: str, liar: type[Liar], monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny, feed = zoo.model(family), zoo.inputs(family)
+    bare = generate(tiny, feed)
+    monkeypatch.setattr(liar, "truth", told(feed, bare))
+    monkeypatch.setattr(liar, "plan", "right")
+    with accelerated(tiny, "none", chunk=2, lossless=True, lookup="liar", processor=zoo.processor(family)):
+        out, figures = generate(tiny, feed), tiny.mmaccel.stats().drafting
+    assert torch.equal(out, bare) and figures["verifications"] < NEW / 4
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_trees_with_processors(attention: str, branching: type[Branching], monkeypatch: pytest.MonkeyPatch) -> None:
     tiny, feed = zoo.model("llava"), zoo.inputs("llava", "uneven")
