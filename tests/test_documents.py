@@ -307,7 +307,9 @@ def test_pages_say_what_both_grounds_say() -> None:
         f"{sum(right) / 36:.1%} of 36",
         *(f"{count} of 4" for count in right),
     ]
-    assert real.startswith("**snapkv at 25% was right in") and "**document at 10% kept" in method_pages.accuracy("document")
+    assert real.startswith("**snapkv at 25% was right in") and "**document at 10% kept" in method_pages.accuracy(
+        "document"
+    )
     assert "**" not in method_pages.accuracy("capkv")
     for name in method_pages.own():
         small, real = method_pages.accuracy(name).split("### A real language model")

@@ -21,7 +21,7 @@ from .shared_prefix import SharedPrefix
 
 @dataclass
 class SharedPacking:
-    """What layers share that pack the same tokens in one forward.
+    """Indices and cuts of pages, which layers share that pack the same tokens in one forward.
 
     indices : old and new ones by the id of the old one, so that layers which shared one go on sharing one.
     """

@@ -296,7 +296,7 @@ class Eligible:
     _moved: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def among(self, places: Tensor, there: Tensor) -> Tensor:
-        """Those of the slots ``there [B, heads, K]`` bool whose ``places``, of the same shape, may be packed."""
+        """Slots of ``there [B, heads, K]`` bool whose ``places``, of the same shape, may be packed."""
         if self.mask is not None:
             there = there & self._in_mask(places, self.mask)
         elif not self.others:
