@@ -625,10 +625,13 @@ def made_by(found: dict[str, Any]) -> str:
 
 def table(found: dict[str, Any]) -> str:
     """The steps of a results file as Markdown."""
-    shapes = dict.fromkeys((row["shape"], row["answer"]) for row in found["steps"])
+    # a row that could not be measured has no answer
+    shapes = {row["shape"]: 0 for row in found["steps"]} | {
+        row["shape"]: row["answer"] for row in found["steps"] if "answer" in row
+    }
     each = [
         f"`{name}`, answers of {answer} tokens.\n\n{steps_table([row for row in found['steps'] if row['shape'] == name])}"
-        for name, answer in shapes
+        for name, answer in shapes.items()
     ]
     return "\n\n".join([*each, made_by(found)])
 

@@ -179,7 +179,6 @@ def test_layers_that_the_model_does_not_have_are_named() -> None:
     ("options", "words"),
     [
         ({"recipe": "resize"}, "works on pixels"),
-        ({"recipe": get_recipe("none").override(chunk=8)}, "chunk=8"),
         ({"trials": 0}, "trials must be at least 1, got 0"),
         ({"minutes": -1}, "minutes must be at least 0, got -1"),
         ({"out": "recipe.txt"}, "must end in .json"),

@@ -621,7 +621,7 @@ def test_shares_of_the_depth_that_fall_together() -> None:
             mmaccel.accelerate_vlm(model, Recipe("two", (Stage("fastv", 0.5, {"layer": 2}), second)))
     with accelerated(model, "fastv"):
         last_logits(model, feed)
-        assert model.mmaccel.stats()["notes"] == []
+        assert not any("fall on layer" in note for note in model.mmaccel.stats()["notes"])
 
 
 # --- the papers -------------------------------------------------------------------------------------------------------
