@@ -316,9 +316,9 @@ def _merge_and_rebuild(plan: ModelPlan, hook: Callable[..., None]) -> None:
 
 
 def _check_bare(plan: ModelPlan, cache: Any) -> None:
-    """Raise where the bare model would misread a cache; one in host memory it reads by a ``plan``."""
+    """Raise where the bare model would misread a cache; one that is whole it reads by an active ``plan``."""
     state = state_of(cache)
-    if state is not None and state.seen and (plan.offload is None or not state.whole):
+    if state is not None and state.seen and not (plan.active and state.whole):
         raise UnsupportedError(
             "This cache holds what mmaccel left of its prompt, which the bare model would misread; leave out mmaccel=False, "
             "or begin with a new cache."

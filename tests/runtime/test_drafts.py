@@ -612,6 +612,22 @@ def test_second_turns(family: str, new: int, liar: type[Liar], monkeypatch: pyte
     assert torch.equal(again, wanted)
 
 
+@pytest.mark.parametrize("family", SHORT)
+def test_second_turns_in_chunks(family: str, liar: type[Liar], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of a prompt that was read in chunks is whole, and goes on."""
+    tiny, feed = zoo.model(family), zoo.inputs(family)
+    first = generate(tiny, feed, return_dict_in_generate=True)
+    words = torch.randint(10, 50, (1, 9), generator=torch.Generator().manual_seed(1))
+    follow = torch.cat([first.sequences, words], 1)
+    wanted = generate(tiny, {"input_ids": follow}, past_key_values=first.past_key_values)
+    monkeypatch.setattr(liar, "truth", told(feed, first.sequences))
+    monkeypatch.setattr(liar, "plan", "mixed")
+    with accelerated(tiny, "divprune", lossless=True, lookup="liar", chunk=8):
+        once = generate(tiny, feed, return_dict_in_generate=True)
+        again = generate(tiny, {"input_ids": follow}, past_key_values=once.past_key_values)
+    assert torch.equal(once.sequences, first.sequences) and torch.equal(again, wanted)
+
+
 @pytest.mark.parametrize(
     ("plan", "ends"), [("mixed", ()), ("first", ()), ("first", (0,)), ("mixed", (1,)), ("right", (0, 1))]
 )
