@@ -33,6 +33,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -397,19 +398,29 @@ def merged(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """One report of several, the first of which counts most.
 
     A row is that of the first report which asked it all kinds. Kinds that a report lacks are taken from the others behind it if
-    they asked as many questions of each. Rows that nowhere have all kinds are left out.
+    they asked as many questions of each. Rows that nowhere have all kinds are left out. A report may be a merged one.
     """
     every = {kind for one in reports for kind in one["rows"].get("none", {"kinds": {}})["kinds"]}
-    runs = [{name: one.get(name) for name in RUN} for one in reports]
+    of_each = [one.get("runs") or [{name: one.get(name) for name in RUN}] for one in reports]
+    runs = list(chain.from_iterable(of_each))
+
+    def runs_of(number: int, row: dict[str, Any]) -> list[int]:
+        before = sum(map(len, of_each[:number]))
+        return [before + run for run in row.get("runs", [0])]
+
     rows: dict[str, dict[str, Any]] = {}
     for title in dict.fromkeys(title for one in reports for title in one["rows"]):
         holding = [(number, one["rows"][title]) for number, one in enumerate(reports) if title in one["rows"]]
         for at, (number, first) in enumerate(holding):
-            kinds, used, asked = dict(first["kinds"]), [number], {pair["asked"] for pair in first["kinds"].values()}
+            kinds, used, asked = (
+                dict(first["kinds"]),
+                runs_of(number, first),
+                {pair["asked"] for pair in first["kinds"].values()},
+            )
             for other, row in holding[at + 1 :]:
                 more = {k: pair for k, pair in row["kinds"].items() if k not in kinds and {pair["asked"]} == asked}
                 kinds |= more
-                used += [other] if more else []
+                used += runs_of(other, row) if more else []
             if kinds.keys() == every:
                 rows[title] = {
                     **first,

@@ -310,6 +310,7 @@ def test_reports_are_merged_row_by_row() -> None:
         "kivi": {"number": (2, 3), "later": (1, 3)},
     }
     assert [found["rows"][title]["runs"] for title in kinds] == [[0, 1], [0, 1], [2]]
+    assert bench.merged([bench.merged([gpu, rest]), cpu]) == found
     text = bench.table(found)
     assert "| `fp8` |  | 72.2% of 18" in text and all(
         f"`{name}`, 2026-01-01, bfloat16, {name}," in text for name in ("gpu", "rest", "cpu")
