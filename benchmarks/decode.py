@@ -625,14 +625,14 @@ def made_by(found: dict[str, Any]) -> str:
 
 def table(found: dict[str, Any]) -> str:
     """The steps of a results file as Markdown."""
-    # a row that could not be measured has no answer
-    shapes = {row["shape"]: 0 for row in found["steps"]} | {
-        row["shape"]: row["answer"] for row in found["steps"] if "answer" in row
-    }
-    each = [
-        f"`{name}`, answers of {answer} tokens.\n\n{steps_table([row for row in found['steps'] if row['shape'] == name])}"
-        for name, answer in shapes.items()
-    ]
+    each = []
+    for name in dict.fromkeys(row["shape"] for row in found["steps"]):
+        rows = [row for row in found["steps"] if row["shape"] == name]
+        # a row that could not be measured has no answer
+        answers = "".join(
+            f", answers of {n} tokens" for n in dict.fromkeys(row["answer"] for row in rows if "answer" in row)
+        )
+        each.append(f"`{name}`{answers}.\n\n{steps_table(rows)}")
     return "\n\n".join([*each, made_by(found)])
 
 

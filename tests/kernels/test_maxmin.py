@@ -103,8 +103,9 @@ def test_the_kernel_of_max_min(shape, kind, one_program, device, monkeypatch):
     x, _, valid, count = units(*shape, device)
     limit = limits(*valid.shape, kind, device)
     want = max_min_definition(x, valid, count, NOISE, None, limit)
-    # more turns than any row needs
-    for most in (None, int(count.max()) + 2):
+    # more turns than any row needs, all rows at once, and one after the other
+    for most, held in ((None, kernel.HELD), (int(count.max()) + 2, 1)):
+        monkeypatch.setattr(kernel, "HELD", held)
         torch.testing.assert_close(max_min_kernel(x, valid, count, NOISE, most, limit), want)
     assert torch.equal((want > -torch.inf).sum(1), count)
 
