@@ -16,7 +16,7 @@ from importlib import import_module, metadata
 from typing import Any
 
 from ..core import transformers_api
-from ..errors import UnsupportedError, first_line
+from ..errors import MmaccelError, UnsupportedError, first_line
 from .shared.needs import missing
 from .shared.options import Json
 from .shared.text import nbytes, tell, working
@@ -124,7 +124,7 @@ def _video() -> dict[str, bool]:
 def _vllm(problems: list[str]) -> dict[str, Any] | None:
     """The state of the plug-in for vLLM; None if vLLM is not installed."""
     try:
-        from ..integrations.vllm import ARCHITECTURES, tested, version, versions
+        from ..integrations.vllm import ARCHITECTURES, known_architectures, tested, version, versions
     except ImportError:  # torch is missing
         return None
     if (installed := version()) is None:
@@ -137,7 +137,12 @@ def _vllm(problems: list[str]) -> dict[str, Any] | None:
     elif not active:
         why = "mmaccel is not installed" if "mmaccel" not in points else f"VLLM_PLUGINS={allowed} leaves it out"
         problems.append(f"vLLM does not load the plug-in mmaccel ({why}); install mmaccel, or name it in VLLM_PLUGINS.")
-    return {"version": installed, "tested": tested(), "active": active, "architectures": list(ARCHITECTURES)}
+    try:
+        served = list(known_architectures())
+    except MmaccelError as error:
+        served = list(ARCHITECTURES)
+        problems.append(str(error))
+    return {"version": installed, "tested": tested(), "active": active, "architectures": served}
 
 
 def _torchvision(problems: list[str]) -> bool:

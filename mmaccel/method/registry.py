@@ -106,24 +106,29 @@ def offered(group: str, kind: type) -> Iterator[type[Any] | ModuleType]:
 
     Raises :class:`MmaccelError` if something cannot be loaded, or is neither.
     """
+    for point, offer in loaded(group):
+        if not isinstance(offer, ModuleType) and not (isinstance(offer, type) and issubclass(offer, kind)):
+            raise refused_offer(point, f"is neither a subclass of {kind.__name__} nor a module")
+        yield offer
+
+
+def loaded(group: str) -> Iterator[tuple[EntryPoint, Any]]:
+    """The entry points of a group by name, each with what it names; raises :class:`MmaccelError` if that cannot be imported."""
     for point in sorted(entry_points(group=group), key=lambda point: point.name):
         try:
             offer = point.load()
         except Exception as error:
-            raise MmaccelError(
-                f"{_package(point)} offers {point.value!r} as {group}, which cannot be imported "
-                f"({type(error).__name__}: {first_line(error)}); update the package, or uninstall it."
-            ) from error
-        if not isinstance(offer, ModuleType) and not (isinstance(offer, type) and issubclass(offer, kind)):
-            raise MmaccelError(
-                f"{_package(point)} offers {point.value!r} as {group}, which is neither a subclass of {kind.__name__} nor "
-                "a module; update the package, or uninstall it."
-            )
-        yield offer
+            why = f"cannot be imported ({type(error).__name__}: {first_line(error)})"
+            raise refused_offer(point, why) from error
+        yield point, offer
 
 
-def _package(point: EntryPoint) -> str:
-    return "A package" if point.dist is None else f"The package {point.dist.name!r}"
+def refused_offer(point: EntryPoint, why: str) -> MmaccelError:
+    """The error about an entry point; ``why`` ends the sentence about it."""
+    package = "A package" if point.dist is None else f"The package {point.dist.name!r}"
+    return MmaccelError(
+        f"{package} offers {point.value!r} as {point.group}, which {why}; update the package, or uninstall it."
+    )
 
 
 def _import_shipped() -> None:

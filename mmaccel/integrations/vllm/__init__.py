@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from .architectures import ARCHITECTURES
+from .architectures import ARCHITECTURES, Architecture, known_architectures
 from .checks import TESTED, install, tested, version, versions
 
 _registered = False
@@ -21,4 +21,13 @@ def register() -> None:
         install()
 
 
-__all__ = ["ARCHITECTURES", "TESTED", "register", "tested", "version", "versions"]
+__all__ = [
+    "ARCHITECTURES",
+    "TESTED",
+    "Architecture",
+    "known_architectures",
+    "register",
+    "tested",
+    "version",
+    "versions",
+]

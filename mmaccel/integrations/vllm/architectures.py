@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -12,15 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from ...core.layout import Modality, Picture, Tile
+from ...errors import MmaccelError, UnsupportedError
 from ...families.base import consecutive
 from ...families.pixtral import Mistral3
+from ...method.registry import loaded, refused_offer
+
+#: the entry point group through which another package offers architectures
+ENTRY_POINTS = "mmaccel.vllm_architectures"
 
 Arguments = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One model class of vLLM.
+    """One model class of vLLM. Raises :class:`MmaccelError` if ``pixels`` names no modality, or an unknown one.
 
     pixels : the argument of ``embed_multimodal`` that holds the pixels of a modality.
     layers : the path of the tower's layers, for methods that look into the tower.
@@ -42,6 +48,13 @@ class Architecture:
     levels: Callable[[Any], tuple[int, int]] = lambda family: (1 + family.deepstack, 0)
     pictures: Callable[[Any, Modality, Arguments], list[Picture] | None] = lambda family, modality, arguments: None
 
+    def __post_init__(self) -> None:
+        if not self.pixels or not set(self.pixels) <= {"image", "video"}:
+            raise MmaccelError(
+                "pixels of an Architecture names an argument of embed_multimodal for 'image', 'video' or both, got "
+                f"{dict(self.pixels)}."
+            )
+
     def modality(self, arguments: Arguments) -> Modality | None:
         """The modality of the arguments of ``embed_multimodal``; vLLM encodes one at a time."""
         return next((m for m, name in self.pixels.items() if arguments.get(name) is not None), None)
@@ -58,8 +71,13 @@ class Architecture:
 
     def tower_layers(self, model: nn.Module) -> list[nn.Module]:
         """The tower layers that vLLM has built."""
-        found = model.get_submodule(self.layers)
-        return list(found) if isinstance(found, nn.ModuleList) else []
+        found = dict(model.named_modules()).get(self.layers)
+        if not isinstance(found, nn.ModuleList):
+            raise UnsupportedError(
+                f"The layers of the vision tower of {type(model).__name__} are not at {self.layers!r}; correct layers of its "
+                "Architecture, or use a recipe that reads the tokens alone, such as 'divprune'."
+            )
+        return list(found)
 
 
 def _part(value: Any, item: int) -> Any:
@@ -177,7 +195,7 @@ _FLAT = {"pixel_values_flat": "image_num_patches", "pixel_values_flat_video": "v
 _PARTS = {"pixel_values": "num_patches", "pixel_attention_mask": "num_patches"}
 _NESTED = "vision_tower.vision_model.encoder.layers"
 
-#: by the name in vLLM's registry
+#: those of mmaccel, by the name in vLLM's registry
 ARCHITECTURES: dict[str, Architecture] = {
     **dict.fromkeys(
         (
@@ -238,3 +256,25 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"image": "pixel_values"}, _NESTED, tapped=False, rename=_clip_tower, levels=_added
     ),
 }
+
+
+@functools.cache
+def known_architectures() -> dict[str, Architecture]:
+    """All architectures by the name in vLLM's registry: :data:`ARCHITECTURES`, then those of other packages.
+
+    A package offers an :class:`Architecture` by an entry point ``mmaccel.vllm_architectures`` with that name.
+
+    Raises
+    ------
+    MmaccelError
+        If an entry point cannot be imported or names something else, or its name is taken.
+    """
+    found = dict(ARCHITECTURES)
+    for point, offer in loaded(ENTRY_POINTS):
+        if not isinstance(offer, Architecture):
+            raise refused_offer(point, "is no Architecture of mmaccel.integrations.vllm")
+        if point.name in found:
+            whose = "mmaccel" if point.name in ARCHITECTURES else "another package"
+            raise refused_offer(point, f"describes {point.name}, as {whose} does")
+        found[point.name] = offer
+    return found

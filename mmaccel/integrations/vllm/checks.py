@@ -15,7 +15,7 @@ from ...core.version import __version__
 from ...errors import MmaccelError, UnsupportedError
 from ...families.base import slides
 from . import counters
-from .architectures import ARCHITECTURES
+from .architectures import known_architectures
 from .settings import ASKED, nested_in, nested_override_of, override_of, written_in
 
 if TYPE_CHECKING:
@@ -117,11 +117,12 @@ def check(vllm_config: Any) -> None:
     """Refuse what is not supported, and let the language model take kept positions."""
     from .models import forget_classes, plan_of
 
+    served = known_architectures()
     forget_classes()
     name = vllm_config.model_config.architecture
-    if name not in ARCHITECTURES:
+    if name not in served:
         raise UnsupportedError(
-            f"mmaccel does not serve {name} in vLLM; it serves {', '.join(ARCHITECTURES)}. Leave mmaccel out of hf_overrides."
+            f"mmaccel does not serve {name} in vLLM; it serves {', '.join(served)}. Leave mmaccel out of hf_overrides."
         )
     plan = plan_of(vllm_config.model_config, name)
     counters.provide(vllm_config.model_config)

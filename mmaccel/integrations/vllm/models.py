@@ -13,7 +13,7 @@ import os
 import types
 from typing import Any
 
-from .architectures import ARCHITECTURES
+from .architectures import known_architectures
 from .counters import FOLDER, counters_of
 from .model import ReducedModel
 from .plan import ServingPlan
@@ -23,7 +23,7 @@ from .settings import override_of, settings_of
 
 def plan_of(model_config: Any, name: str) -> ServingPlan:
     """The plan of a model whose overrides ask for a recipe; vLLM loads it as the architecture ``name``."""
-    architecture = ARCHITECTURES[name]
+    architecture = known_architectures()[name]
     return ServingPlan(settings_of(override_of(model_config)), architecture.config(model_config), architecture)
 
 
@@ -36,7 +36,7 @@ def wrap_registry() -> None:
     @functools.wraps(original)
     def resolve(self: Any, architectures: Any, model_config: Any) -> Any:
         stock, name = original(self, architectures, model_config)
-        if name not in ARCHITECTURES or override_of(model_config) is None:
+        if override_of(model_config) is None or name not in known_architectures():
             return stock, name
         forget_classes()
         return _class(stock, name), name
@@ -48,7 +48,7 @@ class _Others(dict[Any, Any]):
     """vLLM's class cache without the architectures that have two classes."""
 
     def __setitem__(self, key: Any, found: Any) -> None:
-        if found[1] not in ARCHITECTURES:
+        if found[1] not in known_architectures():
             super().__setitem__(key, found)
 
 
