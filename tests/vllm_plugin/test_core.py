@@ -27,7 +27,7 @@ from mmaccel.integrations.vllm import ARCHITECTURES, checks, counters, digits, m
 from mmaccel.integrations.vllm.architectures import joined
 from mmaccel.integrations.vllm.counters import Counters
 from mmaccel.integrations.vllm.model import Item, ReducedModel
-from mmaccel.integrations.vllm.plan import ServingPlan
+from mmaccel.integrations.vllm.plan import Kept, ServingPlan
 from mmaccel.integrations.vllm.positions import Place, expanded, filled_in, provisional
 from mmaccel.integrations.vllm.processor import FIELD, ReducedProcessor
 from mmaccel.integrations.vllm.settings import (
@@ -266,7 +266,7 @@ def test_a_count_above_what_a_picture_has_keeps_it_whole_and_says_so_once(monkey
     for sides, budget, total in (((16, 16), 64, 64), ((8, 8), 64, 16), ((16, 8), 10**30, 32), ((16, 16), None, 16)):
         grid = SimpleNamespace(data=torch.tensor([1, *sides]))
         before = sides[0] * sides[1] // 4
-        assert served._total("image", {"image_grid_thw": grid}, before, budget) == total
+        assert served._kept("image", {"image_grid_thw": grid}, before, budget).total == total
     assert len(lines) == 1 and "asked to keep 64 tokens and keeps all of" in lines[0]
 
 
@@ -938,6 +938,54 @@ def test_pictures_of_any_size_with_text_behind_their_rows():
         assert served._apart(modality, shown) == apart
     with pytest.raises(UnsupportedError, match="not tested with this one in vLLM"):
         ServingPlan(Settings(get_recipe("visionzip")), config("pixtral"), LLAVA)
+
+
+def test_runs_of_placeholders_are_shortened_one_by_one():
+    served = object.__new__(ServedProcessor)
+    visual = torch.tensor([0, 1, 1, 1, 0, 1, 1, 0, 0, 1]).bool()
+    stays = served._run_by_run("video", visual, Kept(6, 3, [2, 0, 1]))
+    assert stays.tolist() == [True, True, True, False, True, False, False, True, True, True]
+    for unknown in (None, [1, 2]):
+        with pytest.raises(UnsupportedError, match=r"This video has text between .* recipe 'divprune' decides"):
+            served._run_by_run("video", visual, Kept(6, 3, unknown))
+
+
+@pytest.mark.parametrize(
+    "which, each",
+    [
+        ("uniform", [4, 4]),
+        ("pool", [4, 4]),
+        ("divprune", None),
+        (
+            {"name": "two", "stages": [{"method": "divprune", "retain": 0.5}, {"method": "uniform", "retain": 0.25}]},
+            None,
+        ),
+        (
+            {"name": "two", "stages": [{"method": "uniform", "retain": 0.5}, {"method": "uniform", "retain": 0.25}]},
+            [4, 4],
+        ),
+    ],
+    ids=str,
+)
+def test_counts_of_each_frame_are_given_where_they_are_known(which, each):
+    recipe = get_recipe(which, **({"retain": 0.25} if isinstance(which, str) else {}))
+    ours = ServingPlan(Settings(recipe), config("gemma4"), ARCHITECTURES["Gemma4ForConditionalGeneration"])
+    patches = torch.cartesian_prod(torch.arange(8), torch.arange(8)).expand(1, 2, -1, -1)
+    given = {"pixel_position_ids_videos": patches, "video_frame_counts": torch.tensor([2])}
+    (clip,) = ours.pictures("video", given, 32)
+    assert [tile.grid for tile in clip] == [(1, 4, 4)] * 2
+    kept = ours.count("video", clip, None)
+    assert (kept.total, kept.segments) == (8, each)
+    assert ours.count("video", clip, False).segments == ours.count("video", clip, 1.0).segments == [16, 16]
+
+
+def test_sounds_stay_as_they_are(monkeypatch):
+    sound = SimpleNamespace(modality="audio", content=SimpleNamespace(full=[7, 7]))
+    served = ServedProcessor()
+    monkeypatch.setattr(StockProcessor, "_get_prompt_updates", lambda *_: [sound], raising=False)
+    monkeypatch.setattr(StockProcessor, "_apply_prompt_updates", lambda self, ids, found: found, raising=False)
+    assert served._get_prompt_updates(None, {FIELD: {"image": (1, 4), "video": (1, 4)}}, None) == [sound]
+    assert served._apply_prompt_updates([1], {"audio": [[sound]]}) == {"audio": [[sound]]}
 
 
 def test_names_of_newer_checkpoints():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ import internvl_chat
 import tiny
 import zoo
 from vllm import SamplingParams
+
+from mmaccel import accelerate_vlm
 
 pytestmark = pytest.mark.vllm
 
@@ -64,14 +67,65 @@ def test_kept_tokens_of_a_picture_attend_to_each_other_both_ways(
     family: str, recipe: str, retain: float, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranges = both_ways.patch(monkeypatch)
+    _alike_both_ways(family, recipe, tiny.kinds(family), models, retain)
+    # both pictures of a prompt, reduced from 16 tokens each
+    assert [1 + last - first for first, last in ranges] == [round(16 * retain)] * 2
+
+
+def _alike_both_ways(family: str, recipe: str, kinds: list[str], models: Path, retain: float) -> None:
     settings = {"recipe": recipe, "retain": retain, "positions": "paper"}
     with tiny.engine(tiny.folder(family, models), settings, **both_ways.WHOLE) as llm:
-        for kind in tiny.kinds(family):
+        for kind in kinds:
             rows = tiny.rows(family, kind)
             want = tiny.expected(family, rows, recipe, retain=retain, positions="paper")
             assert tiny.served(llm, family, rows) == want, kind
-    # both pictures of a prompt, reduced from 16 tokens each
-    assert [1 + last - first for first, last in ranges] == [round(16 * retain)] * 2
+
+
+@pytest.mark.parametrize("recipe", ["divprune", "uniform", "pool"])
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
+def test_frames_of_a_clip_attend_both_ways_and_text_between_them_does_not(
+    family: str, recipe: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clips want recipes whose numbers of kept tokens are known of every frame. Layers without a window of the unified model
+    attend both ways in transformers, and in vLLM one way."""
+    ranges = both_ways.patch(monkeypatch, clamped=True, everywhere=family != "gemma4")
+    kinds = ["image", "images"] if recipe == "divprune" else tiny.kinds(family)
+    _alike_both_ways(family, recipe, kinds, models, 0.25)
+    # pictures of 63 and 65 tokens, then frames of 63
+    assert {1 + last - first for first, last in ranges} <= {16, 12, 15} and len(ranges) == (2 if len(kinds) == 2 else 8)
+
+
+def test_clips_are_refused_where_text_between_frames_would_see_what_follows(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_ways.patch(monkeypatch, clamped=True, everywhere=False)
+    settings = {"recipe": "divprune", "retain": 0.25, "positions": "paper"}
+    rows = tiny.rows("gemma4", "mixed")
+    with tiny.engine(tiny.folder("gemma4", models), settings, **both_ways.WHOLE) as llm:
+        with pytest.raises(ValueError, match=r'keep all of them by {"retain": {"video": 1.0}}'):
+            tiny.served(llm, "gemma4", rows)
+        for whole in ({"retain": 1.0}, {"mmaccel": False}):
+            assert tiny.served(llm, "gemma4", rows, **whole) == tiny.expected("gemma4", rows)
+        few = tiny.served(llm, "gemma4", rows, retain={"video": 1.0})
+        assert few != tiny.expected("gemma4", rows)
+
+
+def test_crops_are_reduced_each_by_itself(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a recipe says of each how many tokens stay."""
+    both_ways.patch(monkeypatch)
+    crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 2}
+    wide = ([zoo.image(96, 32, 0)], [], zoo.QUESTION)
+    recipe: dict[str, Any] = {"recipe": "uniform", "retain": 0.25, "positions": "paper"}
+    with tiny.engine(tiny.folder("gemma3", models), recipe, **both_ways.WHOLE) as llm:
+        lengths = [tiny.length(llm, "gemma3", wide, retain=retain, **crops) for retain in (1.0, 0.25)]
+        answer = tiny.served(llm, "gemma3", [wide], **crops)
+    # the picture and two crops of 16 tokens
+    assert lengths[0] - lengths[1] == 3 * 12
+    words = {"text": [tiny.prompt("gemma3", wide)["prompt"]], "return_tensors": "pt"}
+    inputs = zoo.processor("gemma3")(images=wide[0], images_kwargs=crops, **words)
+    made = accelerate_vlm(tiny.model("gemma3"), processor=zoo.processor("gemma3"), **recipe)
+    out = made.generate(**inputs, max_new_tokens=tiny.TOKENS, min_new_tokens=tiny.TOKENS, do_sample=False)
+    assert answer == [out[0, inputs["input_ids"].shape[1] :].tolist()]
 
 
 def test_crops_are_refused_where_text_between_them_would_see_what_follows(models: Path) -> None:

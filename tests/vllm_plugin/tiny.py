@@ -68,6 +68,9 @@ def _change(family: str, change: Callable[[Any], object]) -> None:
 
 # vLLM knows one width of the inside of a Q-Former
 _change("granite4_vision", lambda config: setattr(config.qformer_config, "intermediate_size", 3072))
+# and pictures of Gemma 4 by what its configuration says
+_change("gemma4", lambda config: setattr(config.vision_config, "default_output_length", 70))
+_change("gemma4_unified", lambda config: setattr(config.vision_config, "num_soft_tokens", 70))
 # and language models of LFM2 that score with their embeddings
 _change("lfm2_vl", lambda config: [setattr(c, "tie_word_embeddings", True) for c in (config, config.text_config)])
 
@@ -79,6 +82,9 @@ def _overrides(family: str) -> dict[str, Any]:
         # without the bias, which all published models have, vLLM leaves out what transformers always adds
         half = {**SECTIONS, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}
         return {**WIDE, "rope_parameters": half, "attention_bias": True, "head_dim": 32, "use_qk_norm": False}
+    if family.startswith("gemma4"):
+        # the heads of layers without windows
+        return {**WIDE, "head_dim": 32}
     if family == "gemma3":
         return {**WIDE, "head_dim": 32, "query_pre_attn_scalar": 32}
     if family == "paddleocr_vl":
@@ -110,7 +116,7 @@ def folder(family: str, parent: Path) -> Path:
     if not place.exists():
         made = model(family)
         made.save_pretrained(place)
-        if not family.startswith(("qwen", "internvl", "pixtral", "mistral3")):
+        if not family.startswith(("qwen", "internvl", "pixtral", "mistral3", "gemma4")):
             _name_as_published(place / "model.safetensors")
         if family == "qwen3_vl_moe":
             _turn_experts(place / "model.safetensors")
@@ -197,7 +203,7 @@ def prompt(family: str, row: Row, **processing: Any) -> dict[str, Any]:
     if pictures:
         media["image"] = pictures
     if clips:
-        stamped = family == "qwen2_5_vl" or family.startswith(("qwen3", "glm"))
+        stamped = family == "qwen2_5_vl" or family.startswith(("qwen3", "glm", "gemma4"))
         media["video"] = [(one, _metadata(one)) if stamped else one for one in clips]
     return {
         "prompt": zoo.tokenizer(family).apply_chat_template(zoo.messages(*row), **template),

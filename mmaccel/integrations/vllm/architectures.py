@@ -169,6 +169,16 @@ def _tiled(family: Any, modality: Modality, arguments: Arguments) -> list[Pictur
     return consecutive([[(1, family.cells, family.cells)] * count for count in arguments["num_patches"].tolist()])
 
 
+def _positioned(family: Any, modality: Modality, arguments: Arguments) -> list[Picture]:
+    """Split pictures of Gemma 4, and its clips by their numbers of frames, by the positions of their patches, -1 where there is
+    none."""
+    given = arguments["pixel_position_ids" if modality == "image" else "pixel_position_ids_videos"]
+    frames = [at for item in given for at in item.reshape(-1, *item.shape[-2:])]
+    sizes = iter([((at.amax(0) + 1) // family.pooled).tolist() for at in frames])
+    counts = [1] * len(frames) if modality == "image" else arguments["video_frame_counts"].tolist()
+    return consecutive([[(1, rows, columns) for columns, rows in islice(sizes, n)] for n in counts], clips=True)
+
+
 def _shaped(family: Any, modality: Modality, arguments: Arguments) -> list[Picture]:
     """Split pictures of LFM2-VL by the sizes of their tiles, in patches."""
     sizes = iter((arguments["spatial_shapes"].reshape(-1, 2) // family.shuffle).tolist())
@@ -241,6 +251,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"pixel_values": "num_patches"},
         rename=_clip_tower,
         pictures=_tiled,
+    ),
+    **dict.fromkeys(
+        ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
+        Architecture(
+            _BOTH,
+            "vision_tower.encoder.layers",
+            dict.fromkeys(("pixel_values_videos", "pixel_position_ids_videos"), "video_frame_counts"),
+            tapped=False,
+            pictures=_positioned,
+        ),
     ),
     "PaddleOCRVLForConditionalGeneration": Architecture(
         {"image": "pixel_values"}, "visual.vision_model.encoder.layers", tapped=False

@@ -134,20 +134,20 @@ class ServingPlan:
         """Number of kept tokens of a picture."""
         prompt = _prompt(self.of(budget, modality), modality, [picture])
         sizes = [len(tile) for tile in picture]
-        total, each = sum(sizes), sizes
+        total = sum(sizes)
+        each: list[int] | None = sizes
         for stage in prompt.plan.projector:
             if stage.method.foreseen == "grid":
                 total, each = self._tried(prompt, sizes)
                 continue
-            whole = prompt.layout.units(stage.method.unit)
+            whole, apart = prompt.layout.units(stage.method.unit), stage.method.unit == "segment"
             # how a method before this one divided its budget changes the shares of units, but not their sum
             rest = [total] if len(whole.picture) == 1 else _shrunk(whole.valid.sum(1).tolist(), total)
-            rest = each if stage.method.unit == "segment" and each else rest
-            count = token_budget(prompt, stage, whole, torch.tensor(rest))
+            count = token_budget(prompt, stage, whole, torch.tensor(each if apart and each else rest))
+            known = len(sizes) == 1 or (apart and each and stage.method.foreseen == "budget")
             total = int(count.sum())
-            known = stage.method.unit == "segment" or len(sizes) == 1
-            each = count.tolist() if known else [] if total < sum(sizes) else sizes
-        return Kept(sum(sizes), total, each or None, tuple(prompt.stats.notes))
+            each = count.tolist() if known else sizes if total == sum(sizes) else None
+        return Kept(sum(sizes), total, each, tuple(prompt.stats.notes))
 
     def _tried(self, prompt: Prompt, sizes: list[int]) -> tuple[int, list[int]]:
         """Run the first methods of a plan without data: the number of kept tokens follows from the grid."""

@@ -12,8 +12,8 @@ import torch
 from ...core.layout import Modality
 from ...errors import MmaccelError, UnsupportedError
 from .counters import Counters
-from .plan import ServingPlan
-from .settings import ASKED, Budget, as_integers, from_integers, request_of
+from .plan import Kept, ServingPlan
+from .settings import ASKED, MODALITIES, Budget, as_integers, from_integers, request_of
 
 _log = logging.getLogger("vllm.mmaccel")
 #: the field of an item that says what stays of it: ``[4]`` int64, the budget of its request as two whole numbers, its tokens,
@@ -85,7 +85,11 @@ class ReducedProcessor:
             mm_items, _others(hf_processor_mm_kwargs), out_mm_kwargs
         )
         asked = hf_processor_mm_kwargs[FIELD]
-        return [self._shorter(update, out_mm_kwargs, asked[update.modality]) for update in updates]
+        # sounds are not reduced
+        return [
+            self._shorter(update, out_mm_kwargs, asked[update.modality]) if update.modality in asked else update
+            for update in updates
+        ]
 
     def _get_mm_prompt_updates(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._get_mm_prompt_updates(*args, **kwargs)  # type: ignore[misc]
@@ -103,8 +107,8 @@ class ReducedProcessor:
 
     def _apply_prompt_updates(self, token_ids: list[int], mm_prompt_updates: Any) -> Any:
         self._check_length(mm_prompt_updates)
-        for modality, items in ({} if self.dummy else mm_prompt_updates).items():
-            contents = [update.content for item in items for update in item]
+        for modality in () if self.dummy else MODALITIES:
+            contents = [update.content for item in mm_prompt_updates.get(modality, ()) for update in item]
             self.counters.add("visual_tokens", modality, sum(one.mmaccel_before for one in contents))
             self.counters.add("visual_tokens_kept", modality, sum(one.mmaccel_kept for one in contents))
         return super()._apply_prompt_updates(token_ids, mm_prompt_updates)  # type: ignore[misc]
@@ -113,8 +117,9 @@ class ReducedProcessor:
         """Refuse a prompt whose kept positions are beyond vLLM's table of them; those of M-RoPE grow by sides of pictures."""
         if not self.plan.keeps_positions or self.plan.turns:
             return
-        updates = [update for items in mm_prompt_updates.values() for item in items for update in item]
-        dropped = sum(update.content.mmaccel_before - update.content.mmaccel_kept for update in updates)
+        items = [item for modality in MODALITIES for item in mm_prompt_updates.get(modality, ())]
+        contents = [update.content for item in items for update in item]
+        dropped = sum(one.mmaccel_before - one.mmaccel_kept for one in contents)
         config = self.info.ctx.model_config
         most = _TABLE * int(config.hf_config.get_text_config().max_position_embeddings) - int(config.max_model_len)
         if dropped > most:
@@ -138,17 +143,19 @@ class ReducedProcessor:
             every = torch.ones_like(full, dtype=torch.bool)
             visual = every if details.is_embed is None else details.is_embed(details.full)
             before = int(visual.sum())
-            total = self._total(update.modality, item, before, budget)
+            kept = self._kept(update.modality, item, before, budget)
+            total = kept.total
             data = torch.tensor([*asked, before, total])
             item[FIELD] = MultiModalFieldElem(data=data, field=MultiModalBatchedField(keep_on_cpu=True))
-            if self._apart(update.modality, visual):
-                self._check_one_way(update.modality)
+            opaque, stays = self._apart(update.modality, visual), ~visual | (visual.cumsum(0) <= total)
+            if opaque and self.info.ctx.model_config.is_mm_prefix_lm:
+                opaque, stays = False, self._run_by_run(update.modality, visual, kept)
+            if opaque:
                 apart = torch.stack([full, visual.long()])
                 item[APART] = MultiModalFieldElem(data=apart, field=MultiModalBatchedField(keep_on_cpu=True))
                 length = len(full) - before + total
                 shorter = PromptUpdateDetails([self.plan.placeholder(update.modality)] * length)
             else:
-                stays = ~visual | (visual.cumsum(0) <= total)
                 shorter = PromptUpdateDetails(full[stays].tolist(), details.is_embed)
             shorter.mmaccel_before, shorter.mmaccel_kept = before, total
             return shorter
@@ -165,16 +172,29 @@ class ReducedProcessor:
         between = int(places[-1] - places[0]) + 1 != len(places)
         return self.plan.reduces and (between or (modality == "video" and not bool(visual.all())))
 
-    def _check_one_way(self, modality: Modality) -> None:
-        """Refuse text inside an item where placeholders attend to each other both ways."""
-        if self.info.ctx.model_config.is_mm_prefix_lm:
-            raise UnsupportedError(
-                "Visual tokens of this model attend to each other both ways, and vLLM would let text between them do so too; "
-                f"send a {modality} without text inside, such as a picture with do_pan_and_scan=False."
-            )
+    def _run_by_run(self, modality: Modality, visual: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """``[n]`` bool: the tokens that stay of an item with text between its runs of placeholders, where those of a run attend
+        to each other both ways; text in their range would do so too.
 
-    def _total(self, modality: Modality, item: Any, before: int, budget: Budget) -> int:
-        """Number of kept tokens of an item with ``before`` tokens."""
+        visual : ``[n]`` bool.
+        """
+        begins = visual & ~torch.cat([visual.new_zeros(1), visual[:-1]])
+        run = begins.cumsum(0)[visual] - 1
+        lengths = run.bincount()
+        if kept.segments is None or len(kept.segments) != len(lengths):
+            raise UnsupportedError(
+                f"This {modality} has text between its tokens, which attend to each other both ways, and recipe "
+                f"{self.plan.settings.recipe.name!r} decides how many stay of each run when they are encoded; keep all of them "
+                f'by {{"retain": {{"{modality}": 1.0}}}}, start the server with recipe "uniform" or "pool", or send a picture '
+                "with do_pan_and_scan=False."
+            )
+        stays = ~visual
+        place = torch.arange(len(run)) - (lengths.cumsum(0) - lengths)[run]
+        stays[visual] = place < torch.tensor(kept.segments)[run]
+        return stays
+
+    def _kept(self, modality: Modality, item: Any, before: int, budget: Budget) -> Kept:
+        """Numbers of kept tokens of an item with ``before`` tokens."""
         if any(name.endswith("_embeds") for name in item):
             raise UnsupportedError(
                 "This server reduces pictures and clips as it encodes them, and cannot take embeddings of them; send pixels."
@@ -185,7 +205,7 @@ class ReducedProcessor:
         if kept.notes and not self.said:
             self.said = True
             _log.warning("%s. This is said once.", "; ".join(kept.notes))
-        return kept.total
+        return kept
 
 
 def _others(kwargs: Mapping[str, Any]) -> dict[str, Any]:
