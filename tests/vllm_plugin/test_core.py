@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import pickle
+import re
 import subprocess
 import sys
 import tomllib
@@ -24,7 +25,7 @@ from mmaccel.cli import doctor, main
 from mmaccel.families import described, families, family_of
 from mmaccel.integrations import vllm
 from mmaccel.integrations.vllm import ARCHITECTURES, checks, counters, digits, models, processor
-from mmaccel.integrations.vllm.architectures import joined
+from mmaccel.integrations.vllm.architectures import REFUSED, joined
 from mmaccel.integrations.vllm.counters import Counters
 from mmaccel.integrations.vllm.model import Item, ReducedModel
 from mmaccel.integrations.vllm.plan import Kept, ServingPlan
@@ -681,6 +682,14 @@ def stub(monkeypatch):
         return lines, classes[LEANT_ON[0]], classes[LEANT_ON[1]]
 
     return make
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "BagelForConditionalGeneration"])
+def test_an_architecture_that_is_not_served_is_refused_by_name(name, monkeypatch):
+    monkeypatch.setattr(models, "forget_classes", lambda: None)
+    why = REFUSED.get(name, "it serves Qwen2VLForConditionalGeneration, ")
+    with pytest.raises(UnsupportedError, match=rf"mmaccel does not serve {name} in vLLM[:;] {re.escape(why)}"):
+        checks.check(SimpleNamespace(model_config=SimpleNamespace(architecture=name)))
 
 
 def test_a_tested_vllm_says_nothing_and_gives_ours_to_those_that_asked(stub, monkeypatch):

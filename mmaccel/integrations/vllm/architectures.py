@@ -277,6 +277,24 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
+_NUMBERED = (
+    "each picture comes with its number in the prompt, which vLLM rewrites in the text of a cached picture, and with a recipe "
+    "this text comes with what was encoded; use transformers"
+)
+
+#: names in vLLM's registry that would be served wrongly -> why, as the end of a sentence
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_7ForConditionalGeneration"), _NUMBERED),
+    "Molmo2ForConditionalGeneration": (
+        "vLLM counts the marks around pictures and rows among their tokens, where a budget would drop them, and lets each "
+        "picture of a prompt attend to itself alone, where transformers lets all of them attend to each other; use transformers"
+    ),
+    "PixtralForConditionalGeneration": (
+        "its tokenizer has written the placeholders of a picture before a plug-in sees the prompt; convert the checkpoint to "
+        "the format of transformers, which vLLM loads as LlavaForConditionalGeneration or Mistral3ForConditionalGeneration"
+    ),
+}
+
 
 @functools.cache
 def known_architectures() -> dict[str, Architecture]:

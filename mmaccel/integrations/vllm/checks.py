@@ -15,7 +15,7 @@ from ...core.version import __version__
 from ...errors import MmaccelError, UnsupportedError
 from ...families.base import slides
 from . import counters
-from .architectures import known_architectures
+from .architectures import REFUSED, known_architectures
 from .settings import ASKED, nested_in, nested_override_of, override_of, written_in
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ def check(vllm_config: Any) -> None:
     served = known_architectures()
     forget_classes()
     name = vllm_config.model_config.architecture
+    if name in REFUSED and name not in served:
+        raise UnsupportedError(f"mmaccel does not serve {name} in vLLM: {REFUSED[name]}.")
     if name not in served:
         raise UnsupportedError(
             f"mmaccel does not serve {name} in vLLM; it serves {', '.join(served)}. Leave mmaccel out of hf_overrides."
