@@ -13,11 +13,14 @@ pytest.importorskip("vllm.config")
 import both_ways
 import delta_nets
 import internvl_chat
+import random_selectors
 import tiny
 import zoo
 from vllm import SamplingParams
 
 from mmaccel import accelerate_vlm
+from mmaccel.families import family_of
+from mmaccel.method.selector import ModelFingerprint
 
 pytestmark = pytest.mark.vllm
 
@@ -235,6 +238,19 @@ def test_delta_nets_of_vllm_itself(
                 strict=True,
             )
             assert sum(ours[0] == theirs[0] for ours, theirs in pairs) >= 9, kind
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_selectors_that_do_not_read_the_question(family: str, models: Path, tmp_path: Path) -> None:
+    """With residuals, which carry what dropped tokens showed."""
+    fingerprint = ModelFingerprint.of(family_of(tiny.model(family)))
+    random_selectors.network(fingerprint.width, question=False, residual=True).save(tmp_path, fingerprint, {})
+    settings = {"recipe": "learned", "retain": 0.25, "selector": str(tmp_path), "numbering": "transformers"}
+    with tiny.engine(tiny.folder(family, models), settings) as llm:
+        for kind in tiny.kinds(family):
+            rows = tiny.rows(family, kind)
+            want = tiny.expected(family, rows, "learned", retain=0.25, selector=str(tmp_path))
+            assert tiny.served(llm, family, rows) == want != tiny.expected(family, rows, "spacetime", retain=0.25), kind
 
 
 def test_all_places_of_a_clip_keep_their_positions(models: Path) -> None:

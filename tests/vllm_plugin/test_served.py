@@ -158,6 +158,12 @@ def test_what_follows_a_prompt_that_ends_in_a_picture_stands_where_it_stood(numb
         ({"recipe": "divprun"}, {}, "did you mean 'divprune'"),
         ({"recipe": "fastv"}, {}, "inside the language model"),
         ({"recipe": "cdpruner"}, {}, "reads the question"),
+        ({"recipe": "learned"}, {}, "mmaccel distil --blind"),
+        (
+            {**DIVPRUNE, "proportional": "all"},
+            {},
+            "proportional='all' gives keys weights, which attention in vLLM does not",
+        ),
         ({"recipe": "prunevid-merge"}, {}, "lets the content decide"),
         ({"recipe": "divprune", "retain": 0.0}, {}, "outside"),
         (DIVPRUNE, {"video_pruning_rate": 0.5}, "--video-pruning-rate"),

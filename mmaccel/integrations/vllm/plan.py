@@ -205,7 +205,12 @@ def _check(method: Any, recipe: str) -> None:
     elif isinstance(method, DraftMethod):
         why = f"has a smaller model read the prompt first, {early}"
     elif method.needs_question:
-        why = "reads the question, and vLLM encodes a picture once for all questions; use 'divprune'"
+        remedy = (
+            "name the folder of a selector that was trained by mmaccel distil --blind"
+            if method.name == "learned"
+            else "use 'divprune'"
+        )
+        why = f"reads the question, and vLLM encodes a picture once for all questions; {remedy}"
     elif method.foreseen == "nothing":
         why = (
             "lets the content decide how many tokens stay, and vLLM must know that before a picture is encoded; use a method "
