@@ -199,6 +199,22 @@ def test_generated_pages(kind: str) -> None:
         assert one.question_first == (kind == "question-first")
 
 
+def test_two_facts_are_right_in_either_order() -> None:
+    one = make_page("two-facts", "test", 0, words)
+    number, name = one.answers[0].split()
+    assert one.is_right(f"1. {number} 2. {name}. The number is {number}.") and one.is_right(f"{name} has it; {number}.")
+    assert not one.is_right(number) and not one.is_right(f"{number}, {number}, {name}")
+    assert not one.is_right(f"{number} 1234 {name}")
+
+
+def test_the_second_of_three_facts_stands_between_others() -> None:
+    for index in range(4):
+        one = make_page("second-of-three", "test", index, words)
+        said = [line for line in one.text.splitlines() if " number of " in line or " owner of " in line]
+        assert len(said) == 3 and one.answers[0] in said[1]
+        assert ("owner" in one.questions[0]) == ("owner" in said[1]) != ("owner" in said[0]) == ("owner" in said[2])
+
+
 def test_answers_are_judged_as_a_whole() -> None:
     one = make_page("number", "test", 0, words)
     right = one.answers[0]

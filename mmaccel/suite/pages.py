@@ -31,7 +31,7 @@ PAGE_KINDS = (
 
 - ``number``, ``name`` : one fact.
 - ``two-facts`` : a number and a name, asked for at once.
-- ``second-of-three`` : the second of three numbers.
+- ``second-of-three`` : the second of three facts: a number between two names, or a name between two numbers.
 - ``yes-no`` : whether something is so.
 - ``copy-line`` : a line, word by word.
 - ``long`` : a code of ten numbers, with its sentence about 64 tokens.
@@ -145,15 +145,18 @@ class Page:
     def is_right(self, answer: str) -> bool:
         """Whether an answer to the last question is right.
 
-        The numbers and names in it must be those that are expected, and no others; for ``two-facts`` they come first, since the
-        model repeats itself. Of a line every word counts, of ``yes-no`` whichever of both words comes first.
+        The numbers and names in it must be those that are expected, and no others; for ``two-facts`` they come first, in
+        either order, since the model repeats itself. Of a line every word counts, of ``yes-no`` whichever of both words comes
+        first.
         """
         wanted = self.answers[-1]
         if self.kind in ("copy-line", "long"):
             return _words(wanted) == _words(answer)[: len(_words(wanted))]
         told = _FACTS[self.kind == "yes-no"]
         said, facts = ([word.lower() for word in told.findall(text)] for text in (answer, wanted))
-        return said[: len(facts)] == facts if self.kind in ("two-facts", "yes-no") else said == facts
+        if self.kind == "two-facts":
+            return sorted(said[:2]) == sorted(facts)
+        return said[:1] == facts if self.kind == "yes-no" else said == facts
 
 
 #: what counts in an answer: numbers and names, or yes and no
@@ -196,6 +199,19 @@ def _secret(thing: str, number: str) -> str:
     return f"The secret number of the {thing} is {number}."
 
 
+_Fact = tuple[str, str, str]
+
+
+def _number_of(thing: str, number: str, name: str) -> _Fact:
+    """Line, question and answer."""
+    return _secret(thing, number), f"What is the secret number of the {thing}?", number
+
+
+def _name_of(thing: str, number: str, name: str) -> _Fact:
+    """Line, question and answer."""
+    return f"The name of the owner of the {thing} is {name}.", f"What is the name of the owner of the {thing}?", name
+
+
 _Made = tuple[list[str], tuple[str, ...], tuple[str, ...]]
 
 
@@ -223,8 +239,14 @@ def _two_facts(rng: Rng) -> _Made:
 
 
 def _second_of_three(rng: Rng) -> _Made:
-    pairs = _secrets(rng, 3)
-    return [_secret(*pair) for pair in pairs], (f"What is the secret number of the {pairs[1][0]}?",), (pairs[1][1],)
+    """Not three numbers: of 44 such questions about pages of the split ``val`` the full model answers 27."""
+    pairs, names, between = _secrets(rng, 3), rng.some(_NAMES, 3), rng.pick((_number_of, _name_of))
+    around = _name_of if between is _number_of else _number_of
+    facts = [
+        made(thing, number, name)
+        for made, (thing, number), name in zip((around, between, around), pairs, names, strict=True)
+    ]
+    return [line for line, _, _ in facts], (facts[1][1],), (facts[1][2],)
 
 
 def _yes_no(rng: Rng) -> _Made:
