@@ -26,8 +26,8 @@ from mmaccel.cli.shared.text import markdown, put_between
 from mmaccel.programs.bench import provenance
 from mmaccel.programs.tune.fallback import find_fallback
 
-SETS = ("pictures", "pictures-qwen", "clips")
-RECIPES = ("divprune", "balanced", "coverage")
+SETS = ("pictures", "pictures-qwen", "clips", "pictures-deep")
+RECIPES = ("divprune", "balanced", "coverage", "learned")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -77,7 +77,8 @@ def table(report: dict[str, Any]) -> list[list[str]]:
         seen = ["none keeps enough", "-"]
         if held := row.get("held out"):
             low, high = held["interval"]
-            seen = [f"{percent(held['kept'])} ({percent(low)} to {percent(high)})", percent(held["tokens read"])]
+            share = f"{percent(held['kept'])} of {held['questions']} ({percent(low)} to {percent(high)})"
+            seen = [share, percent(held["tokens read"])]
         rows.append(
             [row["set"], f"`{row['recipe']}`", percent(alone), *seen, percent(row["tokens of a perfect judge"])]
         )
@@ -87,7 +88,7 @@ def table(report: dict[str, Any]) -> list[list[str]]:
 def main() -> int:
     """Measure, write, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
+    parser.add_argument("--sets", nargs="+", choices=KINDS, default=SETS)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--questions", type=int, default=240, help="of each set, 3 in 10 of them held out")
     parser.add_argument("--keep", type=float, default=0.99, help="share of the answers that must be kept")

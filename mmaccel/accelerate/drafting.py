@@ -119,8 +119,8 @@ class Drafts:
                 "out lossless."
             )
 
-    def load(self, family: Family, recipe: Recipe) -> Any:
-        """Load the smaller model that drafts for one of ``family``: the model, or None where none is wanted.
+    def load(self, family: Family, recipe: Recipe, processor: Any) -> Any:
+        """Load the smaller model that drafts for one of ``family`` and ``processor``: the model, or None where none is wanted.
 
         What calls have learned goes on where a program accelerates a model anew with the same ``recipe`` for every batch, and
         holds a :class:`mmaccel.method.model_options.KeepLoaded`.
@@ -141,7 +141,7 @@ class Drafts:
                     f"draft={self.draft!r} is a head, which reads the keys of the whole prompt; give lossless=True, too."
                 )
             return None
-        self.family = load_draft("draft=", self.draft, family)
+        self.family = load_draft("draft=", self.draft, family, processor)
         return self.family.model
 
     def attach(self, plan: ModelPlan, hook: Callable[[Any], None]) -> None:
@@ -189,6 +189,7 @@ class Drafts:
         """The loop of one ``call`` of ``generate`` with the arguments ``given`` and ``mmaccel=asked``."""
         most = call.expected.new
         prompt = {name: value for name, value in given.items() if name not in _of_generate()}
+        words = family.text.config.vocab_size
         forbidden = frozenset(token for one in family.modalities if (token := family.token_id(one)) is not None)
 
         def make(reader: Reader) -> Sequence[Source]:
@@ -215,7 +216,7 @@ class Drafts:
                 if self._model_drafts:
                     decoder.drafting.notes.append(f"no model drafts: the answer has at most {most} tokens")
             elif self.family is not None:
-                sources.append(ModelDraft(MODEL, self.family.model, prompt, {"mmaccel": asked}, most))
+                sources.append(ModelDraft(MODEL, self.family.model, prompt, {"mmaccel": asked}, most, words))
             elif self.draft == SELF or (self._model_drafts and self._pays(family, reader, decoder.drafting, call)):
                 if self.shares_cache(call.plan):
                     sources.append(SharedDraft(SELF, reader, call.inputs))

@@ -89,7 +89,7 @@ class Accelerator(Handle):
         self.plan = plan_model(recipe, family_of(model, processor), processor, kernels, offload)
         self.plan.check_generation(model.generation_config)
         self._last: Call[ModelPlan] | None = None
-        drafting_model = self.drafts.load(self.family, recipe)
+        drafting_model = self.drafts.load(self.family, recipe, processor)
         self._install()
         if drafting_model is not None:
             try:

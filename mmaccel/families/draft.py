@@ -14,12 +14,16 @@ from .registry import family_of
 
 #: where a draft lies beside the weights of a model
 FOLDER = "draft"
+#: rows that embeddings may have more than those of another model with the same tokenizer: they are padded to multiples of 64 to
+#: 512 (Qwen2.5-VL has 151,936 of 3B and 152,064 of 7B)
+_PADDING = 1024
 
 
-def load_draft(method: str, draft: str | Loaded, family: Family) -> Family:
+def load_draft(method: str, draft: str | Loaded, family: Family, processor: Any) -> Family:
     """The adapter of the draft model of ``family``. ``draft`` is a folder or hub id, by default the folder ``draft``
     beside the model's weights, loaded on the model's device; or a loaded model, used as it is. ``method`` is named in errors.
-    Refuses a draft that is accelerated itself, or cannot read the same prompts."""
+    Refuses a draft that is accelerated itself, or cannot read the same prompts: its placeholders are others, or its tokenizer
+    has other words than that of ``processor``, where both are known."""
     if isinstance(draft, Loaded):
         model = draft.model.get_base_model() if hasattr(draft.model, "get_base_model") else draft.model
         if model is family.model:
@@ -27,23 +31,45 @@ def load_draft(method: str, draft: str | Loaded, family: Family) -> Family:
     else:
         draft = draft or _draft_folder(method, family)
         device, dtype = _place(family)
-        model = load_once("draft", draft, (device, dtype), lambda: load(draft, device=device, dtype=dtype)[0])
+
+        def loaded() -> Any:
+            model, its = load(draft, device=device, dtype=dtype)
+            _check_words(draft, processor, its)
+            return model
+
+        model = load_once("draft", draft, (device, dtype), loaded)
     drafting = family_of(model)
     check_free(drafting)
     if type(drafting) is not type(family):
         raise UnsupportedError(
             f"The draft {draft!r} is of family {drafting.name}, and this model of {family.name}; name another."
         )
-    for what, mine, its in (
-        ("words", family.text.config.vocab_size, drafting.text.config.vocab_size),
-        *((f"{one} placeholder", family.token_id(one), drafting.token_id(one)) for one in family.modalities),
-    ):
-        if mine != its:
-            raise UnsupportedError(
-                f"The draft {draft!r} has other prompts than this model: {what} {its}, not {mine}; name one of the same "
-                "series."
-            )
+    mine, its = family.text.config.vocab_size, drafting.text.config.vocab_size
+    if abs(mine - its) > _PADDING:
+        raise _other_prompts(draft, f"words {its}, not {mine}")
+    for one in family.modalities:
+        if (mine := family.token_id(one)) != (its := drafting.token_id(one)):
+            raise _other_prompts(draft, f"{one} placeholder {its}, not {mine}")
     return drafting
+
+
+def _check_words(draft: str, processor: Any, its: Any) -> None:
+    """Raise UnsupportedError if the tokenizers of two processors have other words; added ones may differ."""
+    ours, theirs = (getattr(one, "tokenizer", None) for one in (processor, its))
+    if ours is None or theirs is None:
+        return
+    added = {*ours.get_added_vocab(), *theirs.get_added_vocab()}
+    own, other = ours.get_vocab(), theirs.get_vocab()
+    differing = sorted(word for word in {*own, *other} - added if own.get(word) != other.get(word))
+    if differing:
+        word = differing[0]
+        raise _other_prompts(draft, f"word {word!r} is token {other.get(word)}, not {own.get(word)}")
+
+
+def _other_prompts(draft: str | Loaded, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"The draft {draft!r} has other prompts than this model: {why}; name one of the same series."
+    )
 
 
 def load_head(draft: str | Loaded, family: Family) -> Any:

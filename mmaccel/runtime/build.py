@@ -164,7 +164,7 @@ def plan_model(
             if (name := stage.method.text_tower)
         },
         drafts={
-            stage.number: load_draft(stage.method.name, stage.method.draft, family)
+            stage.number: load_draft(stage.method.name, stage.method.draft, family, processor)
             for stage in _of((DraftMethod, DraftPolicy), stages)
         },
         reactivates=any(isinstance(stage.method, ReactivatingMethod) for stage in at_layer.values()),

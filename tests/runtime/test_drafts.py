@@ -853,6 +853,28 @@ def test_a_model_draws_its_drafts(liar: type[Liar], monkeypatch: pytest.MonkeyPa
     assert overlap > match + 0.1
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("longer", ["model", "draft"])
+def test_tables_of_words_may_be_padded_otherwise(
+    longer: str, sampled: bool, liar: type[Liar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of Qwen2.5-VL 3B and 7B are. What is only in the longer table is what its model often likes best."""
+    monkeypatch.setattr(accelerate_drafting, "SHORT", 0)
+    models = {name: copy.deepcopy(zoo.model("llava")) for name in ("model", "draft")}
+    tiny, feed = models["model"], zoo.inputs("llava", "text", question="what?")
+    models[longer].resize_token_embeddings((words := tiny.config.text_config.vocab_size) + 16, mean_resizing=False)
+    weight = models[longer].lm_head.weight.data
+    weight[words:] = 1.01 * weight[:16]
+    with accelerated(tiny, "none", lossless=True, draft=models["draft"]):
+        if sampled:
+            check_draws(tiny, feed, distribution(tiny, feed, 3, 1.5))
+            return
+        bare = generate(tiny, feed, mmaccel=False, max_new_tokens=40)
+        out, stats = generate(tiny, feed, max_new_tokens=40), tiny.mmaccel.stats()
+        assert torch.equal(out, bare) and stats.drafting["accepted"] > 0
+        assert not any("are off" in note for note in stats.notes)
+
+
 def grown(feed: Any, token: int) -> dict[str, Tensor]:
     return {"input_ids": torch.cat([feed["input_ids"], torch.tensor([[token]])], 1)}
 

@@ -26,6 +26,9 @@ class ModelDraft:
     given : arguments of ``generate`` that describe the prompt.
     options : further arguments of ``generate`` and of every forward.
     limit : the most new tokens of the answer, if the caller limits them.
+    words : how many words the model that verifies has, if it is another one. Embeddings of one tokenizer are padded otherwise
+        in models of other sizes: what only the model that drafts has is not drafted, and what it lacks it reads as its last
+        word.
     """
 
     free, nodes, longest, successors = False, 0, 0, 0
@@ -33,9 +36,15 @@ class ModelDraft:
     own_cache = True
 
     def __init__(
-        self, name: str, model: Any, given: Mapping[str, Any], options: Mapping[str, Any], limit: int | None = None
+        self,
+        name: str,
+        model: Any,
+        given: Mapping[str, Any],
+        options: Mapping[str, Any],
+        limit: int | None = None,
+        words: int | None = None,
     ) -> None:
-        self.name, self.model = name, model
+        self.name, self.model, self.words = name, model, words
         self.given, self.options, self.limit = dict(given), dict(options), limit
         self.reader: Reader | None = None
         #: the modules that remember positions, and what those of this draft are; empty before it has read the prompt
@@ -63,7 +72,7 @@ class ModelDraft:
 
     def _draft(self, rows: Sequence[Row], most: Sequence[int]) -> list[Draft]:
         assert self.reader is not None
-        reader, device = self.reader, self.reader.ids.device
+        reader = self.reader
         behind = [row.tokens[known:] for row, known in zip(rows, self.known, strict=True)]
         self.fed = [[] for _ in rows]
         drafts: list[list[int]] = [[] for _ in rows]
@@ -71,7 +80,7 @@ class ModelDraft:
         live = [number for number, row in enumerate(rows) if not row.ended]
         first = min(len(behind[number]) for number in live)
         block = [(tokens if number in live else [0] * first)[:first] for number, tokens in enumerate(behind)]
-        logits = reader.read(torch.tensor(block, device=device))[:, -1]
+        logits = self._read(block)
         if reader.recurrent and self.own_cache:
             # what is certain stays, and a draft is forgotten as a whole
             reader.keep([first] * len(rows))
@@ -94,7 +103,16 @@ class ModelDraft:
             if all(len(drafts[number]) >= most[number] for number in live):
                 return [Draft(*pair) for pair in zip(drafts, drawn_from, strict=True)]
             block = [[self._next(number, behind, drafts)] for number in range(len(rows))]
-            logits = reader.read(torch.tensor(block, device=device))[:, -1]
+            logits = self._read(block)
+
+    def _read(self, block: list[list[int]]) -> Tensor:
+        """Read a block of tokens ``[R][L]``; returns logits ``[R, words]`` behind the last ones."""
+        assert self.reader is not None
+        ids, own = torch.tensor(block, device=self.reader.ids.device), self.model.config.get_text_config().vocab_size
+        if self.words is None or self.words == own:
+            return self.reader.read(ids)[:, -1]
+        logits = self.reader.read(ids.clamp(max=own - 1))[:, -1]
+        return torch.nn.functional.pad(logits, (0, self.words - own), value=float("-inf"))
 
     def _next(self, number: int, behind: list[list[int]], drafts: list[list[int]]) -> int:
         """The token that a row reads next: one that is certain, else what it has drafted, else any."""
