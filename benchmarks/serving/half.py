@@ -56,7 +56,8 @@ def main() -> None:
         rows += [compared(family, recipe, Path(folder)) for family in FAMILIES for recipe in RECIPES]
     packages = ("vllm", "torch", "transformers", "mmaccel")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
-    table = f"{markdown(rows)}\n\n`python benchmarks/serving/half.py --update docs/guides/serving.md`, CPU, {versions}."
+    command = "OMP_NUM_THREADS=1 python benchmarks/serving/half.py --update docs/guides/serving.md"
+    table = f"{markdown(rows)}\n\n`{command}`, CPU, {versions}."
     print(table)
     if given.update:
         put_between(given.update, "half", table)
