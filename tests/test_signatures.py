@@ -267,6 +267,8 @@ FEATURES = {
     "apertus1p5": ["pixel_values", "image_sizes"],
     "cohere_compass": ["pixel_values", "image_grid_thw"],
     "kimi_k25": ["pixel_values", "image_grid_thw"],
+    "dots3_note": ["pixel_values", "image_grid_thw"],
+    "mistral_large4": ["pixel_values", "image_sizes"],
     "step3p7": ["pixel_values", "pixel_values_local", "num_local_patches"],
     "llava_next": ["pixel_values", "image_sizes"],
     "llava_onevision": ["pixel_values", "image_sizes", "batch_num_images", "vision_aspect_ratio"],

@@ -134,7 +134,7 @@ def _text(model_type: str, overrides: dict[str, Any], vocabulary: int, **family_
     if overrides.get("sliding_window") is not None:
         if model_type == "llama":
             model_type = "mistral"
-        elif model_type in ("cohere2", "cohere_compass_text", "step3p5"):
+        elif model_type in ("cohere2", "cohere_compass_text", "dots3_note_text", "step3p5"):
             pass
         elif model_type in ("exaone4", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "lfm3"):
             pass
@@ -851,6 +851,78 @@ def _kimi_k25(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
         projection_hidden_size=32,
         tie_word_embeddings=False,
         **{f"{name}_id": token for name, token in _ids("kimi_k25").items()},
+    )
+
+
+#: an indexer that chooses among the keys of long prompts alone, since what it chooses may hang on roundings: tests/laws/
+#: test_indexers.py has narrower ones; with heads enough that no two tokens score the same
+INDEXER = {"index_topk": 52, "index_n_heads": 16, "index_head_dim": 16}
+
+
+def _mistral_large4(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    """The third layer has no positions."""
+    experts = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
+    widths = {name: width for name, width in LATENT.items() if name != "q_lora_rank"}
+    if "indexer_types" in overrides:
+        overrides = {**overrides, "indexer_types": list(overrides["indexer_types"])}
+    words = _text(
+        "mistral_large4_text",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, **overrides},
+        vocabulary,
+        **{"num_key_value_heads": 4, "no_rope_layers": [1, 1, 0, 1], **experts, **widths, **INDEXER},
+    )
+    return transformers.MistralLarge4Config(
+        vision_config=_tower("pixtral", 64, 4),
+        text_config=words,
+        image_token_id=_ids("mistral_large4")["image_token"],
+        tie_word_embeddings=False,
+    )
+
+
+def _dots3_note(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    """Two layers have an indexer, and two a window, fewer heads and another latent; the last layer of the tower has experts."""
+    words = _text(
+        "dots3_note_text",
+        {"sliding_window": 4096, **overrides},
+        vocabulary,
+        num_key_value_heads=4,
+        head_dim=24,
+        layer_types=["indexed_attention", "sliding_attention", "indexed_attention", "sliding_attention"],
+        swa_num_attention_heads=2,
+        swa_num_key_value_heads=2,
+        swa_q_lora_rank=32,
+        swa_kv_lora_rank=32,
+        swa_head_dim=24,
+        swa_qk_nope_head_dim=16,
+        swa_v_head_dim=12,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_experts_intermediate_size=32,
+        **{**LATENT, **INDEXER},
+    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    return transformers.Dots3NoteConfig(
+        vision_config={
+            **sizes,
+            "num_hidden_layers": 4,
+            "patch_size": 8,
+            "pyramid_num_routed": [-1, -1, -1, 4],
+            "moe_intermediate_size": 32,
+            "adapter_in_dim": 32,
+            "adapter_out_dim": 64,
+        },
+        audio_config={
+            **sizes,
+            "num_hidden_layers": 1,
+            "feature_size": 16,
+            "downsample_hidden_size": 8,
+            "adapter_input_size": 32,
+            "adapter_out_dim": 64,
+        },
+        text_config=words,
+        tie_word_embeddings=False,
+        **{f"{name}_id": token for name, token in _ids("dots3_note").items()},
     )
 
 
@@ -1759,6 +1831,44 @@ _TABLE: dict[str, Family] = {
         video="<|kimi_k25_video_placeholder|>",
         **QWEN_MEDIA,
     ),
+    "mistral_large4": Family(
+        config=_mistral_large4,
+        processor=_pixtral_processor("mistral_large4", 4, 2),
+        tokens=PIXTRAL_TOKENS,
+        image="[IMG]\n",
+    ),
+    "dots3_note": Family(
+        config=_dots3_note,
+        processor=_real(
+            "dots3_note",
+            "Dots3NoteProcessor",
+            image_processor=_part(
+                "Qwen2VLImageProcessor",
+                size={"shortest_edge": 1024, "longest_edge": 16384},
+                patch_size=8,
+                temporal_patch_size=1,
+                merge_size=2,
+            ),
+            video_processor=_part(
+                "Qwen3VLVideoProcessor",
+                size={"shortest_edge": 1024, "longest_edge": 131072},
+                patch_size=8,
+                temporal_patch_size=1,
+                merge_size=2,
+                do_sample_frames=False,
+                cap_pixels_per_frame=False,
+            ),
+            feature_extractor=_part("Dots3NoteFeatureExtractor", feature_size=16),
+        ),
+        tokens={
+            "image_token": "<|imgpad|>",
+            "video_token": "<|video_pad|>",
+            "audio_token": "<|audio_comp_pad|>",
+        },
+        image="<|imgpad|>",
+        video="<|video_pad|>",
+        **QWEN_MEDIA,
+    ),
     "exaone4_5": Family(
         config=_windowed(
             "exaone4_5",
@@ -1883,6 +1993,7 @@ if _RELEASE < 24:
     del _TABLE["cosmos3_edge"]
     # these are newer
     del _TABLE["cohere_compass"], _TABLE["step3p7"], _TABLE["apertus1p5"], _TABLE["kimi_k25"]
+    del _TABLE["mistral_large4"], _TABLE["dots3_note"]
 if _RELEASE < 23:
     # one came with 5.2x, the other was laid out otherwise
     del _TABLE["hyperclovax_vision_v2"], _TABLE["exaone4_5"]
@@ -1989,6 +2100,10 @@ def _fill(result: PreTrainedModel, seed: int) -> None:
         if parameter.ndim == 1:
             if name.endswith("weight") or "lambda" in name:  # norms, some of which add one themselves, and layer scales
                 noise = float(parameter.any()) + 0.1 * noise
+            elif (
+                "softmax_scaling" in name
+            ):  # by how much queries are scaled, and grow with the logarithm of their position
+                noise = 0.1 * noise + float(name.endswith("bias"))
             elif name.endswith("A_log"):  # states that remember some ten tokens
                 noise = 0.5 * noise - 3
             else:  # biases, class and newline embeddings

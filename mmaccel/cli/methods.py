@@ -162,6 +162,7 @@ def _families(cls: Any) -> list[str]:
             "ranks",
             "stateful",
             "modalities",
+            "chosen_above",
             "no_return",
             "undivided",
             "hears",

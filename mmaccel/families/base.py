@@ -13,13 +13,15 @@ from torch.nn import functional
 
 from ..core.layout import Layout, Modality, Picture, Tile
 from ..errors import UnsupportedError
-from .language import LanguageModel
+from .language import INDEXED, LanguageModel, has_latents
 from .tower import EncoderCall, ModelTowers
 
 #: why tokens cannot merge in towers of which several layers are read
 JOINED = "is read behind several layers, whose tokens must be the same"
 #: why layers cannot read parts of a prompt apart where some have windows
 WINDOWS = "has sliding windows, which count places of the whole prompt"
+#: the same where an indexer chooses what a token reads, which also keeps dropped ones from coming back
+CHOOSES = "has an indexer, which chooses among all keys up to a token"
 #: the same for prompts whose tokens look ahead, which also keeps dropped ones from coming back
 BOTH_WAYS = "lets tokens of a prompt attend to each other both ways"
 #: text models whose RoPE turns neighbours instead of halves, leaves layers or channels out, differs between layers, comes
@@ -29,6 +31,7 @@ _OTHER_ROPE = (
     "cohere2",
     "cohere_compass_text",
     "deepseek_v3",
+    "dots3_note_text",
     "ernie4_5_vl_moe_text",
     "exaone4",
     "gemma3_text",
@@ -37,6 +40,7 @@ _OTHER_ROPE = (
     "hunyuan_vl_text",
     "lfm3",
     "mistral4",
+    "mistral_large4_text",
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "smollm3",
@@ -129,7 +133,11 @@ class Family(LanguageModel, ModelTowers):
         self.config, self.inner = model.config, model.model
         self.text: Any = None if self.inner is None else getattr(self.inner, self.text_name)
         self.halves = self.config.text_config.model_type not in _OTHER_ROPE
-        self.latent = bool(getattr(self.config.text_config, "kv_lora_rank", None))
+        self.latent = has_latents(self.config.text_config)
+        kinds = getattr(self.config.text_config, "layer_types", None) or ()
+        self.indexed = tuple(layer for layer, kind in enumerate(kinds) if kind == INDEXED)
+        if "shared" in (getattr(self.config.text_config, "indexer_types", None) or ()):
+            self.chosen_above = "has layers that read what the indexer of a layer above chose, by where it is stored"
         self.ranks = int(getattr(model, "_tp_size", None) or 1)
         if len(self.read_layers) > 1:
             self.whole = JOINED

@@ -21,6 +21,16 @@ def mlp_of(layer: Any) -> nn.Module | None:
     return next((part for part in parts if isinstance(part, nn.Module)), None)
 
 
+#: the kind of layers, as a configuration names them, whose attention reads what an indexer chooses
+INDEXED = "indexed_attention"
+
+
+def has_latents(text: Any) -> bool:
+    """Whether the layers of a language model with the configuration ``text`` store latents."""
+    # where layers have ranks of their own the configuration refuses to name one
+    return bool(vars(text).get("kv_lora_rank"))
+
+
 class LanguageModel:
     """The language model of a family; by default a stack of layers that all have attention."""
 
@@ -33,6 +43,10 @@ class LanguageModel:
     halves: bool = True
     #: whether layers store a latent and a part with RoPE of every token, of which they make keys and values (MLA)
     latent: bool = False
+    #: layers whose attention reads the keys that an indexer chooses, by a key of its own for every token
+    indexed: Sequence[int] = ()
+    #: why all layers must store the same tokens, as the end of "the language model of ..."; None where they need not
+    chosen_above: str | None = None
     #: whether norms of queries and keys take and give ``[B, H, q, D]`` in place of ``[B, q, H, D]`` or ``[B, q, H D]``
     heads_first: ClassVar[bool] = False
     #: whether some layers of its language models carry a state instead of attention (``carrying``: their kinds)
@@ -80,8 +94,8 @@ class LanguageModel:
 
     def mask_argument(self, real: Tensor | None) -> Any:
         """The attention mask to pass to the text model where mmaccel's attention makes the masks; ``real [B, q]`` bool
-        is False for padding, None without padding."""
-        return None
+        is False for padding, None without padding. Layers with an indexer want one of four axes, which it is then given."""
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool) if self.indexed else None
 
     def rope_kind(self, layer: int) -> str | None:
         """The name of the RoPE of a layer, if the model has several; else None."""

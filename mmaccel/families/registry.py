@@ -12,21 +12,29 @@ from torch import nn
 from ..errors import MmaccelError, UnsupportedError
 from ..method.registry import files, offered
 from .base import Description, Family
+from .language import INDEXED, has_latents
 
 #: the entry point group through which another package offers families
 ENTRY_POINTS = "mmaccel.families"
 
 _STATES = "layers between those that attend carry a state from token to token, which is known of other models alone"
-_CHOOSING = (
-    "its layers with attention read what an indexer chooses, by keys of blocks of tokens beside those that a kept cache holds, "
-    "and n-grams of the prompt enter between them"
+_NEIGHBOURS = (
+    "n-grams of the prompt and convolutions over neighbouring tokens enter between its layers, some of which carry a state, "
+    "and keys of its indexer are turned by the positions of all tokens, which a kept cache does not hold"
 )
 _EMBEDDED = "every layer of the language model has an embedding of its own for every token of the prompt"
 _BLOCKS = (
-    "an indexer chooses what its layers read by blocks of stored keys, whose borders move when tokens are dropped, so that the "
-    "answer is not that of a prompt with these tokens hidden"
+    "an indexer chooses what its layers read by blocks of stored keys, which it finds by their positions, so that a prompt "
+    "with gaps has no such blocks"
 )
-_INDEXED = "an indexer chooses what its layers read, by keys of its own that a kept cache does not hold"
+_POOLS = (
+    "an indexer chooses what its layers read by pools of neighbouring keys, whose borders move when tokens are dropped, so "
+    "that the answer is not that of a prompt with these tokens hidden"
+)
+_DISTANCES = (
+    "distances between tokens are counted over stored ones, and keys and values pass convolutions over neighbours, so that "
+    "what is left of a prompt moves together"
+)
 _ENCODED = "an encoder of its own reads pictures and prompt together, and what decodes has no visual tokens"
 _LATENTS = "its cache holds latents, of a kind that is not known here"
 _CROSSING = "pictures are read by layers of cross-attention, and are not tokens of the prompt"
@@ -35,23 +43,25 @@ _SPEAKS = "it holds a talker too; accelerate what sees and answers, by accelerat
 #: model types that would answer wrongly or save nothing -> why, as the end of a sentence
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("florence2", "t5gemma2"), _ENCODED),
-    **dict.fromkeys(("dots3_note", "mistral_large4"), _INDEXED),
     "gemma3n": f"{_EMBEDDED}, and the last of them read keys of others",
-    **dict.fromkeys(("glm5_next", "minimax_m3_vl"), _BLOCKS),
+    "glm5_next": _POOLS,
     **dict.fromkeys(("idefics", "mllama"), _CROSSING),
-    "inkling2": "keys and values pass convolutions over neighbours, and attention has learned sinks, which belong to no key",
+    "inkling2": _DISTANCES,
     "janus": "its generate hears no logits processors, by which answers are sampled, forced and compared",
     **dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), _SPEAKS),
     "llama4": "three of four layers attend within chunks of the prompt, counted over stored tokens",
+    "minimax_m3_vl": _BLOCKS,
     "nemotron_h_omni": _STATES,
     "phi4_multimodal": "the language model puts pictures into its own input, so no call stands between the two",
-    "qwen4_exp": _CHOOSING,
+    "qwen4_exp": _NEIGHBOURS,
 }
 
 #: kinds of layers of a language model that only attend, as its configuration names them
 _ATTENDING = {"full_attention", "sliding_attention"}
 #: language models whose cache holds a latent and a part with RoPE of every token, one behind the other
-_LATENT = {"deepseek_v3", "mistral4"}
+_LATENT = {"deepseek_v3", "dots3_note_text", "mistral4", "mistral_large4_text"}
+#: those of them in which an indexer chooses what layers read, by one more key of every token
+_INDEXED = {"dots3_note_text", "mistral_large4_text"}
 #: language models whose attention has a term that ours has not -> which
 _SINKS = {"gpt_oss": "its attention has learned sinks, which belong to no key"}
 
@@ -125,10 +135,13 @@ def _serving(kind: str) -> type[Family]:
 def _check_text(family: type[Family], config: Any) -> None:
     """Raise if the language model is not one that can be accelerated correctly."""
     text = config.get_text_config()
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENDING - set(family.carrying))
+    indexed = {INDEXED} if text.model_type in _INDEXED else set()
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENDING - indexed - set(family.carrying))
     why = f"it has layers of {' and '.join(others)}" if others else _SINKS.get(text.model_type)
-    if getattr(text, "kv_lora_rank", None) and text.model_type not in _LATENT:
+    if has_latents(text) and text.model_type not in _LATENT:
         why = _LATENTS
+    if any(layer != source for layer, source in enumerate(getattr(text, "kv_source_layers", None) or ())):
+        why = "some layers read the latents of others"
     if getattr(text, "hidden_size_per_layer_input", None):
         why = _EMBEDDED
     if why:

@@ -29,6 +29,7 @@ from .forward_info import ForwardInfo
 from .host import parked
 from .index import KeyIndex
 from .key_bias import Rotations
+from .latent_layer import LatentLayer
 from .layer import bare_bytes as bare_token_bytes
 from .packed import QuantisedLayer
 from .positions import NextPositions
@@ -45,11 +46,13 @@ class CacheState:
     layers : how many layers the language model has.
     recurrent : those of them that keep a recurrent state. All that is said of ``layers`` here and by methods counts the others
         alone; ``every`` has both, in the order of the model.
+    latent : whether layers store latents in place of keys and values.
     """
 
-    def __init__(self, layers: int, recurrent: Collection[int] = ()) -> None:
+    def __init__(self, layers: int, recurrent: Collection[int] = (), latent: bool = False) -> None:
         self.shared = Shared([None] * (layers - len(recurrent)))
-        self.layers = [QuantisedLayer(self.shared, number) for number in range(layers - len(recurrent))]
+        kind = LatentLayer if latent else QuantisedLayer
+        self.layers: list[QuantisedLayer] = [kind(self.shared, number) for number in range(layers - len(recurrent))]
         self.recurrent = [RecurrentLayer() for _ in recurrent]
         kept, states = iter(self.layers), iter(self.recurrent)
         self.every = [next(states) if number in recurrent else next(kept) for number in range(layers)]
@@ -153,7 +156,7 @@ class CacheState:
             )
         self.unpin()
         recurrent = [number for number, layer in enumerate(self.every) if isinstance(layer, RecurrentLayer)]
-        state = CacheState(len(self.every), recurrent)
+        state = CacheState(len(self.every), recurrent, isinstance(self.layers[0], LatentLayer))
         state.shared.__dict__.update(vars(self.shared.copy()))
         for layer, mine in zip(state.layers, self.layers, strict=True):
             layer.__dict__.update(vars(mine), shared=state.shared, schedule=replace(mine.schedule))
@@ -240,9 +243,12 @@ def cache_bytes(cache: Any) -> int:
     state = state_of(cache)
     if state is not None:
         return state.nbytes()
-    tensors: list[Tensor] = []
+    tensors: list[Tensor | None] = []
     for layer in getattr(cache, "layers", ()):
-        tensors += states_of(layer) if isinstance(layer, LinearAttentionLayer) else (layer.keys, layer.values)
+        if isinstance(layer, LinearAttentionLayer):
+            tensors += states_of(layer)
+        else:
+            tensors += (layer.keys, layer.values, getattr(layer, "indexer_keys", None))
     return _nbytes([t for t in tensors if t is not None])
 
 
@@ -293,7 +299,7 @@ def adopt(
     ----------
     layers, recurrent : how many layers the language model has, and which of them keep a recurrent state.
     valid : ``[B, stored]`` bool, which of the stored tokens are no padding; None if none is.
-    latent : whether layers store latents, see :class:`.host_layer.HostLayer`.
+    latent : whether layers store latents, see :class:`CacheState`.
 
     Raises
     ------
@@ -301,9 +307,7 @@ def adopt(
         If the cache is static, quantised, offloaded, or has slid already.
     """
     check_plain(cache)
-    state, first = CacheState(layers, recurrent), None
-    for layer in state.layers:
-        layer.latent = latent
+    state, first = CacheState(layers, recurrent, latent), None
     held: list[Any] = list(cache.layers)
     state.shared.windowed = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in held)
     for old, new in zip(held, state.every, strict=False):
@@ -328,5 +332,7 @@ def adopt(
         new.keys, new.values = in_attention_dtype(old.keys, old.values)
         new.dtype, new.device, new.bare_bytes = old.keys.dtype, old.device, bare_token_bytes(old.keys, old.values)
         new.is_initialized, new.seen, new.index = True, stored, first
+        if (indexed := getattr(old, "indexer_keys", None)) is not None:
+            new.update_indexer(indexed)
     _adopted(cache, state)
     return state

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..core.transformers_api import DynamicLayer
@@ -21,12 +20,14 @@ class HostLayer(DynamicLayer):
 
     keys: Any
     values: Any
+    #: whether it stores a latent and a part with RoPE of every token, in place of its keys and values
+    latent = False
+    #: channels of the key that an indexer has of every token, which stands behind its value; 0 without one
+    indexer = 0
 
     def __init__(self, shared: Shared, number: int) -> None:
         super().__init__()
         self.shared, self.number = shared, number
-        #: whether it stores a latent and a part with RoPE of every token, in place of its keys and values
-        self.latent = False
         self.ragged: Ragged | None = None
         self.prefix: SharedPrefix | None = None
 
@@ -41,8 +42,7 @@ class HostLayer(DynamicLayer):
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """As :meth:`stored`; of latents, what absorbed queries read: both parts as keys, and the latents as values."""
-        keys, values = self.stored()
-        return (torch.cat([keys, values], dim=3), keys) if self.latent else (keys, values)
+        return self.stored()
 
     def fetch(self) -> None:
         """Have keys and values on the device, if they are in host memory and this forward reads all of them."""

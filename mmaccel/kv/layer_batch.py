@@ -26,7 +26,8 @@ def batches(
     """
     kinds: dict[Hashable, list[QuantisedLayer]] = {}
     for layer in layers:
-        keys, alone = layer.keys, not layer.packed.untouched
+        # keys of an indexer are stored, and no part of what a batch reads
+        keys, alone = layer.keys, not layer.packed.untouched or layer.indexer > 0
         shape = keys.device, keys.dtype, keys.shape[:2], keys.shape[3], layer.values.shape[3], layer.index.index.dim()
         carried = layer.schedule.received is None, layer.schedule.threshold is None
         kinds.setdefault((layer.number if alone else None, shape, carried, kind(layer)), []).append(layer)

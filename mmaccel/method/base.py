@@ -84,6 +84,8 @@ class ModelFacts(TowerFacts, Protocol):
     hears: bool
     #: whether a cache holds a latent of every token in place of keys and values
     latent: bool
+    #: why all layers must store the same tokens, as the end of "the language model of ..."; None where they need not
+    chosen_above: str | None
     #: why a token cannot run through its layers later than it stands, as the end of "the language model of ..."; or None
     no_return: str | None
     #: why layers of the language model cannot read parts of a prompt apart; None where they can
@@ -137,6 +139,15 @@ def check_class(cls: type[Method]) -> None:
     if not hasattr(cls, "site"):
         raise MmaccelError(
             f"{cls.__qualname__} works at no site; derive it from a base class in mmaccel.method, such as ProjectorMethod."
+        )
+
+
+def check_layers_alone(name: str, family: ModelFacts) -> None:
+    """Raise :class:`UnsupportedError` where the layers of ``family`` must store the same tokens, for the method ``name``."""
+    if family.chosen_above is not None:
+        raise UnsupportedError(
+            f"{name} leaves layers with different tokens, and the language model of {family.name} {family.chosen_above}; use "
+            "'divprune' or another method before the language model."
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.budget import check_age
 from ..errors import MmaccelError, UnsupportedError
-from .base import Method, ModelFacts
+from .base import Method, ModelFacts, check_layers_alone
 from .layers import LayerAttention, Layerwise
 from .registry import get_method
 
@@ -399,8 +399,10 @@ class Policy(CacheOptions):
             )
 
     def suits(self, family: ModelFacts) -> None:
-        """Refuse models with latents in their cache where more than these is needed."""
+        """Refuse models with latents in their cache where more than these is needed, or whose layers need the same tokens."""
         super().suits(family)
+        if self.budget != "none":
+            check_layers_alone(self.name, family)
         if family.latent and (why := self._beyond_latents) is not None:
             raise UnsupportedError(
                 f"{self.name} {why}, and the cache of this {family.name} model holds latents, of which layers make keys and "

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.budget import layer_at
 from ..core.layout import Unit
 from ..errors import MmaccelError, UnsupportedError
-from .base import Method, ModelFacts
+from .base import Method, ModelFacts, check_layers_alone
 from .tokens import TokenMethod
 
 T = TypeVar("T")
@@ -209,8 +209,9 @@ class LayerMethod(TokenMethod):
         return [layer for layer in layers if first <= layer < family.depth and layer in turning]
 
     def suits(self, family: ModelFacts) -> None:
-        """Refuse models with layers without attention if it observes layer after layer."""
+        """Refuse models whose layers need the same tokens, or with layers without attention if it observes all of them."""
         super().suits(family)
+        check_layers_alone(self.name, family)
         if self.spreads and family.stateful:
             raise UnsupportedError(
                 f"{self.name} with these options looks at the attention of every layer, and most layers of {family.name} have "

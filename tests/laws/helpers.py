@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 import zoo
-from laws.nets import run_over
+from laws.nets import chosen_of, run_over, show, stub
 from laws.oracle import blocks, both_ways
 from torch import Tensor, nn
 from torch.nn import functional
@@ -301,12 +301,13 @@ def _hiding(
 ) -> tuple[Tensor, Tensor | None]:
     if _visible is not None and getattr(module, "layer_idx", None) is not None:
         mask = _visible(module.layer_idx)
+        mask = chosen_of(mask, kwargs.get("indices"))
         attention_mask = mask if mask.shape[1] == 1 else mask.repeat_interleave(query.shape[1] // mask.shape[1], dim=1)
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
 
 
 AttentionInterface.register("test_hiding", _hiding)
-AttentionMaskInterface.register("test_hiding", lambda *args, **kwargs: None)
+AttentionMaskInterface.register("test_hiding", lambda *args, **kwargs: stub(kwargs["config"]))
 
 
 @torch.no_grad()
@@ -343,9 +344,15 @@ def hide(
         if kept is not None and number >= dropped_at:
             net.there[:, : kept.shape[1]] &= kept
         net.forward = functools.partial(run_over, net, net.forward)
+    hooks = []
+    for layer in known.indexed:
+        before = functools.partial(show, functools.partial(seen, layer))
+        hooks.append(known.attention_in(layer).indexer.register_forward_pre_hook(before, with_kwargs=True))
     try:
         return tiny(**feed, **options).logits
     finally:
+        for hook in hooks:
+            hook.remove()
         tiny.set_attn_implementation({"text_config": "sdpa"})
         _visible = None
         for net in nets.values():

@@ -20,7 +20,7 @@ import pytest
 import synthetic
 import torch
 import zoo
-from laws.nets import run_over
+from laws.nets import chosen_of, run_over, show, stub
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import LogitsProcessor
@@ -104,6 +104,12 @@ def adapter(family: str) -> Any:
 CLS = tuple(family for family in zoo.FAMILIES if adapter(family).has_cls)
 #: families whose vision tower packs pictures into one call of its attention
 ONE_CALL = tuple(family for family in zoo.FAMILIES if adapter(family).one_call)
+#: families whose language model has experts
+EXPERTS = tuple(
+    family
+    for family in zoo.FAMILIES
+    if any(adapter(family).experts_in(layer) is not None for layer in range(adapter(family).depth))
+)
 #: families in whose vision tower tokens can merge
 MERGING = tuple(family for family in zoo.FAMILIES if adapter(family).closed is adapter(family).whole is None)
 
@@ -116,6 +122,12 @@ def replayer(family: str, **overrides: Any) -> Any:
     for number in adapter(family).recurrent:
         net = family_of(model).net_in(number)
         net.forward = functools.partial(run_over, net, net.forward)
+    for layer in family_of(model).indexed:
+        attention = family_of(model).attention_in(layer)
+        if attention.indexer is None:
+            continue
+        before = functools.partial(show, functools.partial(getattr, attention, "visible"))
+        attention.indexer.register_forward_pre_hook(before, with_kwargs=True)
     return model
 
 
@@ -141,12 +153,12 @@ def _attend(
         logits = torch.tanh(logits / cap) * cap
     if getattr(module, "weights", None) is not None:
         logits = logits + module.weights
-    weight = logits.masked_fill(~module.visible, -1e30).softmax(-1)
+    weight = logits.masked_fill(~chosen_of(module.visible, kwargs.get("indices")), -1e30).softmax(-1)
     return (weight @ value.float()).to(query.dtype).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("laws_replay", _attend)
-AttentionMaskInterface.register("laws_replay", lambda *args, **kwargs: None)
+AttentionMaskInterface.register("laws_replay", lambda *args, **kwargs: stub(kwargs["config"]))
 
 
 # ---------------------------------------------------------------------------------------------------------- selection
@@ -559,7 +571,7 @@ def replay(
         groups = query_heads(known, number) // heads
         layer.self_attn.visible = (mask | torch.eye(len(place), dtype=torch.bool)).repeat_interleave(groups, dim=1)
     with exchanged(model, change), merging(model, merged):
-        logits = model(**whole, use_cache=False).logits
+        logits = model(**whole, **counted(family, whole), use_cache=False).logits
     for layer in text_model(model).layers:
         # whoever else looks at what is seen adds nothing
         if hasattr(layer, "self_attn"):

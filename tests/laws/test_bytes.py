@@ -58,11 +58,12 @@ def held(root: Any) -> int:
 
 
 def sizes(tiny: Any) -> list[tuple[int, int]]:
-    """Of every layer with keys and values, its heads, and the bytes of one of each."""
+    """Of every layer with keys and values, its heads, and the bytes of one of each, and of the key of an indexer."""
     known = family_of(tiny)
     # of latents both parts are one key, of which the value is a part
     each = 4 if known.latent else 2 * 4
-    return [(heads, each * width) for heads, width in map(known.heads_in, known.attending)]
+    more = {number: 4 * known.attention_in(number).indexer.head_dim for number in known.indexed}
+    return [(known.heads_in(n)[0], each * known.heads_in(n)[1] + more.get(n, 0)) for n in known.attending]
 
 
 def whole(layers: list[tuple[int, int]]) -> int:

@@ -35,8 +35,10 @@ def plain(model: Any, official: bool) -> Iterator[None]:
         kept = weights.float() >= OPTIONS["beta"] * weights.float().max(1, keepdim=True).values
         paid, size = maps.pop(number, None), len(hidden)
         if paid is not None and size > 1:
+            # what an indexer does not choose is not seen
             behind = torch.arange(size, 0, -1)
-            score = hidden.float().abs().sum(1) * (1 / behind if official else paid.sum(0) / behind)
+            seeing = (paid > 0).sum(0).clamp(min=1) if number in known.indexed else behind
+            score = hidden.float().abs().sum(1) * (1 / behind if official else paid.sum(0) / seeing)
             kept[score.topk(int(OPTIONS["highest"] * size)).indices] = True
             kept[(-score).topk(int(OPTIONS["lowest"] * size)).indices] = False
         total, left = weights.sum(1, keepdim=True), (weights * kept).sum(1, keepdim=True)

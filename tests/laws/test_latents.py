@@ -1,4 +1,4 @@
-"""Caches of latents: bytes of a token, absorbed queries, other language models, and what is refused."""
+"""Caches of latents: bytes of a token, absorbed queries, quantised weights, other language models, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import oracle
 import pytest
 import torch
 import zoo
+from torch import nn
 
 from mmaccel import Recipe, Stage, UnsupportedError, accelerated
 from mmaccel.families import family_of
-from mmaccel.families.latents import absorbed
+from mmaccel.families.latents import absorbed, matrix_of
 
 EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
 LATENTS = {**zoo.LATENT, **EXPERTS, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
@@ -46,6 +47,59 @@ def test_products_of_absorbed_queries_are_those_of_the_keys() -> None:
         found = absorbed(attention, query, latents) @ torch.cat([latents, turned], dim=3).mT
     assert keys.shape == (2, 4, 5, 24)
     oracle.close(found, query @ keys.mT)
+
+
+class Eight(nn.Module):
+    """A linear layer of eight bits, with no weight of floats, as those of GPTQ."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.codes = (linear.weight.detach() / self.scale).round().to(torch.int8)
+
+    @property
+    def meant(self) -> torch.Tensor:
+        return self.codes.float() * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.meant.T.to(x.dtype)
+
+
+class Adapted(nn.Linear):
+    """A linear layer whose weight is not all that it computes with, as those of PEFT, and of bitsandbytes."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        self.weight = linear.weight
+
+    @property
+    def meant(self) -> torch.Tensor:
+        return self.weight.detach() * 1.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 1.5
+
+
+@pytest.mark.parametrize("kind", [Eight, Adapted])
+def test_weights_that_are_quantised_or_adapted(kind: type[Any]) -> None:
+    """A policy scores what a model with plain weights that mean the same would score, and answers as it does."""
+    feed, forced = zoo.inputs("kimi_k25", "image"), oracle.force("kimi_k25", 1)
+    coded, plain = zoo.model("kimi_k25").requires_grad_(False), zoo.model("kimi_k25").requires_grad_(False)
+    for odd, even in zip(coded.model.language_model.layers, plain.model.language_model.layers, strict=True):
+        for name in ("kv_b_proj", "o_proj"):
+            made = kind(getattr(odd.self_attn, name))
+            setattr(odd.self_attn, name, made)
+            getattr(even.self_attn, name).weight.copy_(made.meant)
+    one = plain.model.language_model.layers[1].self_attn.kv_b_proj
+    other = coded.model.language_model.layers[1].self_attn.kv_b_proj
+    oracle.close(matrix_of(other, 24, one.weight), matrix_of(one, 24, one.weight), 1e-6)
+    found = []
+    for tiny in (coded, plain):
+        with accelerated(tiny, "snapkv", retain=0.25, processor=zoo.processor("kimi_k25")):
+            logits, cache = oracle.decode(tiny, feed, forced)
+            found.append((logits, oracle.stored(tiny, feed, cache)))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[0][1], found[1][1], strict=True))
+    oracle.close(found[0][0], found[1][0])
 
 
 @pytest.mark.parametrize("name", ["none", "divprune", "snapkv"])

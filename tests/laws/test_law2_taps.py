@@ -67,7 +67,7 @@ def received(family: str, feed) -> Tensor:
         return torch.cat(maps)
     if family == "internvl":
         return blocks(torch.cat(maps)[:, 1:], 8)
-    return blocks(torch.cat(maps), {"ovis2": 8, "mistral3": 16, "lighton_ocr": 16}.get(family, 6))
+    return blocks(torch.cat(maps), {"ovis2": 8, "mistral3": 16, "mistral_large4": 16, "lighton_ocr": 16}.get(family, 6))
 
 
 def is_top(family: str, feed, name: str, scores: Tensor) -> None:

@@ -73,7 +73,11 @@ def attends_to_what_is_stored(family: str, recipe: Recipe) -> Any:
         state = out.past_key_values.mmaccel
         plain = DynamicCache(config=tiny.config.get_text_config())
         for number, layer in zip(tiny.mmaccel.family.attending, state.layers, strict=True):
-            plain.update(*by_place(layer), number)
+            latents, values = by_place(layer)
+            width = values.shape[3] - layer.indexer
+            plain.update(latents, values[..., :width], number)
+            if layer.indexer:
+                plain.update_indexer(values[:, 0, :, width:], number)
         for number, layer in zip(tiny.mmaccel.family.recurrent, state.recurrent, strict=True):
             plain.layers[number] = copy.deepcopy(layer)
         position = (state.seen - state.positions.offset)[:, None]

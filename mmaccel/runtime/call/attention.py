@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...core.precision import in_attention_dtype
 from .attention_patch import AttentionKind, base_function
 from .call import current
-from .readers import Attention, reader_of
+from .readers import Attention, read_given, reader_of
 
 
 def text_attention(
@@ -28,12 +28,13 @@ def text_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention of one layer, as transformers calls it; on top of implementation ``base``."""
     call, number = current(), getattr(module, "layer_idx", None)
-    if call is None or number is None:
+    indices = options.pop("indices", None)
+    if (call is None or number is None) and indices is None:
         return base_function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **options)
     query, key, value = in_attention_dtype(query, key, value)
     window = options["sliding_window"] if "sliding_window" in options else None
-    given = Attention(base, module, query, key, value, attention_mask, scaling, options, window)
-    return reader_of(call)(call, number, given)
+    given = Attention(base, module, query, key, value, attention_mask, scaling, options, window, indices)
+    return read_given(call, number, given) if call is None or number is None else reader_of(call)(call, number, given)
 
 
 TEXT = AttentionKind("text", text_attention)

@@ -24,6 +24,7 @@ from ...core.precision import in_attention_dtype, without_autocast
 from ...families.latents import absorbed
 from ...kv.decoding import attend, attend_behind, reads_as_stored
 from ...kv.distance import distance_factor
+from ...kv.latent_layer import LatentLayer
 from ...kv.packed import QuantisedLayer
 from .attention_patch import BACKENDS, base_function
 from .call import Call
@@ -41,7 +42,8 @@ class Attention:
 
     query : ``[B, Hq, q, D]``. key, value : ``[B, Hkv, K, D]``. mask : what ``base`` takes, None without one.
     scaling : the factor of ``q . k``; None for ``D ** -0.5``. options : other arguments of attention functions.
-    window : how far back the layer's sliding window reaches; None without one.
+    window : how far back the layer's sliding window reaches; None without one. indices : ``[B, q, n]``, the keys among which
+    each query attends to those that it may see, where an indexer has chosen them.
     """
 
     base: str
@@ -53,6 +55,15 @@ class Attention:
     scaling: float | None
     options: dict[str, Any]
     window: int | None
+    indices: Tensor | None = None
+
+    @property
+    def picked(self) -> Tensor | None:
+        """``[B, 1, q, K]`` bool, the keys of :attr:`indices`."""
+        if self.indices is None:
+            return None
+        mask = self.indices.new_zeros(*self.indices.shape[:2], self.key.shape[2], dtype=torch.bool)
+        return mask.scatter_(2, self.indices.long(), True)[:, None]
 
     @property
     def scale(self) -> float:
@@ -61,8 +72,8 @@ class Attention:
 
     def unpack(self, layer: QuantisedLayer) -> None:
         """Take all that a layer stores as keys and values."""
-        held = layer.stored()
-        held = self.module.expand_kv(*held) if layer.latent else held  # type: ignore[operator]
+        latent = isinstance(layer, LatentLayer)
+        held = self.module.expand_kv(*layer.latents()) if latent else layer.stored()  # type: ignore[operator]
         self.query, self.key, self.value = in_attention_dtype(self.query, *held)
 
     def run(self, base: str, mask: Tensor | None, scaling: float | None) -> Output:
@@ -80,9 +91,13 @@ def reader_of(call: Call[Any]) -> Callable[[Call[Any], int, Attention], Output]:
     return read_given if call.static_view is None else read_static
 
 
-def read_given(call: Call[Any], number: int, given: Attention) -> Output:
+def read_given(call: Call[Any] | None, number: int | None, given: Attention) -> Output:
     """Keys and values as the model was given them."""
-    return given.run(given.base, given.mask, given.scaling)
+    mask, picked = given.mask, given.picked
+    if mask is not None and picked is not None:
+        least = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        mask = mask.masked_fill(~picked, least)
+    return given.run(given.base, mask, given.scaling)
 
 
 def read_static(call: Call[Any], number: int, given: Attention) -> Output:
@@ -196,6 +211,8 @@ def _layer_attended(
     if visible is not None:
         # layers may be spread over devices
         visible = visible.to(query.device, non_blocking=True)
+    if (picked := given.picked) is not None:
+        visible = picked & visible_keys(forward, number, query.device)
     key, value = given.key, given.value
     if layer is not None and layer.latent and observed:
         key, value = in_attention_dtype(*layer.keys_and_values())
@@ -203,6 +220,17 @@ def _layer_attended(
             key, value = sparse.read(layer.index, key, value)
         query = absorbed(given.module, query, value)
     return layer, LayerAttended(stored, query, key, value, visible, given.scale, given.window, as_stored)
+
+
+def visible_keys(forward: Forward, number: int, device: torch.device) -> Tensor:
+    """``[B or 1, 1, q, K]`` bool: which stored keys of a layer without a window the queries of a forward may see."""
+    stored = forward.plan.towers.stored_from(number)
+    places, index = forward.incoming.phase(stored).places, forward.index(stored)
+    mask = index.mask(places, None)
+    if mask is None:
+        # causal, and all keys are those of the queries, or the query is the newest
+        mask = torch.ones(places.shape[1], len(index), dtype=torch.bool).tril(len(index) - places.shape[1])[None, None]
+    return mask.to(device, non_blocking=True)
 
 
 def _read_chosen(forward: Forward, number: int, given: Attention, seen: LayerAttended, chosen: ChosenKeys) -> Output:

@@ -110,7 +110,7 @@ def _to_attention(
             **shared,
             hidden_states=call.plan.family.norm_in(layer)(hidden.to(device)),
             position_embeddings=None if turns is None else tuple(x.to(device) for x in turns),
-            attention_mask=None,
+            attention_mask=call.plan.family.mask_argument(None),
         )
 
     return run
