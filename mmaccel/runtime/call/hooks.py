@@ -19,8 +19,8 @@ from ...kv.forward_info import ForwardInfo
 from ...kv.merged_keys import MergedKeys
 from .call import Call, current
 from .forward import Continuation, Forward, Prompt, PromptResult, rows_at, to_device_packed
+from .indexers import hook_indexers
 from .plan import ModelPlan
-from .readers import visible_keys
 from .runs import Run, Runs, TextInputs
 from .split_prefill import no_cache
 
@@ -51,10 +51,7 @@ class TextHooks:
         hook(text.register_forward_hook(self.leave, with_kwargs=True, always_call=True))
         if plan.key_biases:
             hook(text.rotary_emb.register_forward_hook(self.note_rotations, with_kwargs=True))
-        for number in plan.family.indexed:
-            if (indexer := plan.family.attention_in(number).indexer) is not None:
-                show = functools.partial(self.show_keys, number)
-                hook(indexer.register_forward_pre_hook(show, with_kwargs=True))
+        hook_indexers(plan, hook)
         for number in range(plan.first_inside, len(self.layers)):
             before = functools.partial(self.before_layer, number)
             hook(self.layers[number].register_forward_pre_hook(before, with_kwargs=True))
@@ -235,16 +232,6 @@ class TextHooks:
         if args:
             return (hidden, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": hidden}
-
-    def show_keys(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let the indexer of a layer choose among the stored keys."""
-        call = current(self.plan)
-        runs = None if call is None or call.observer is not None else call.text.runs
-        if runs is None:
-            return None
-        mask = visible_keys(runs.forward, number, args[0].device)[:, 0]
-        # of its arguments the mask alone is one
-        return tuple(mask if isinstance(x, Tensor) and x.dtype == torch.bool else x for x in args), kwargs
 
     # --- out of the text model --------------------------------------------------------------------------------
     def leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
