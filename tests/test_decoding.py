@@ -92,9 +92,11 @@ def test_attention_over_parts_is_attention_over_all() -> None:
     values = values.mT.contiguous()
     logits[..., 1, :4] = logits[..., 2, :] = -torch.inf
     parts = []
-    for some in (slice(0, 4), slice(4, 9)):
+    for some in (slice(0, 4), slice(4, 6), slice(6, 9)):
         share = logits[..., some].softmax(-1).nan_to_num(0.0)
         parts.append((share @ values[:, :, some], logits[..., some].logsumexp(-1)))
     wanted = logits.softmax(-1).nan_to_num(0.0) @ values
     torch.testing.assert_close(decoding.combine_partials(parts), wanted)
     assert not wanted[..., 2, :].any()
+    seeing = [(out[..., :2, :], lse[..., :2]) for out, lse in parts]
+    torch.testing.assert_close(decoding.combine_partials(seeing, all_see=True), wanted[..., :2, :])

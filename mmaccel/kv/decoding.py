@@ -116,7 +116,8 @@ def attend(
     read = decode_attention(
         query, *held, scaling=scaling, flat=flat, pages=last, visible=visible, tail=tail, added=added
     )
-    return combine_partials([*parts, read]).transpose(1, 2)
+    # without a mask a query sees its own key
+    return combine_partials([*parts, read], visible is None).transpose(1, 2)
 
 
 def attend_behind(
@@ -147,12 +148,18 @@ def attend_behind(
     return combine_partials(parts).transpose(1, 2)
 
 
-def combine_partials(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+def combine_partials(parts: list[tuple[Tensor, Tensor]], all_see: bool = False) -> Tensor:
     """Attention over several sets of keys as one: outputs ``[B, Hq, q, Dv]`` of each set by their logarithms of the sum of
-    exponentials ``[B, Hq, q]`` float32, of which one at least is finite for every query that sees anything."""
-    if len(parts) == 1:
-        return parts[0][0]
-    # a query that sees nothing has shares of nothing
-    shares = torch.stack([lse for _, lse in parts]).softmax(0).nan_to_num(0.0)
-    read = torch.stack([out for out, _ in parts])
-    return (read * shares[..., None]).sum(0).to(read.dtype)
+    exponentials ``[B, Hq, q]`` float32, of which one at least is finite for every query that sees anything; ``all_see``: all
+    do."""
+    (first, _), *others = parts
+    if not others:
+        return first
+    shares = torch.stack([lse for _, lse in parts]).softmax(0)[..., None]
+    if not all_see:
+        # a query that sees nothing has shares of nothing
+        shares = shares.nan_to_num(0.0)
+    read = first * shares[0]
+    for (part, _), share in zip(others, shares[1:], strict=True):
+        read = torch.addcmul(read, part, share)
+    return read.to(first.dtype)
