@@ -114,3 +114,21 @@ def test_a_prompt_in_one_piece_reads_everything(chunk: int | None) -> None:
         wanted = tiny(**feed).logits
     with accelerated(tiny, oracle.recipe("tokenselect", "llava", 0.3, prefill=True), chunk=chunk):
         assert torch.equal(tiny(**feed).logits, wanted)
+        assert _note(tiny) == [
+            f"prefill of tokenselect chose nothing: the text model read the {wanted.shape[1]} tokens of the prompt at once; "
+            "give a smaller chunk, such as chunk=512"
+        ]
+
+
+def test_a_prompt_that_chose_says_so_by_its_chunks_alone() -> None:
+    tiny, feed = oracle.subject("llava"), zoo.inputs("llava", "image")
+    with accelerated(tiny, oracle.recipe("tokenselect", "llava", 0.3, prefill=True), chunk=16):
+        tiny(**feed)
+        assert not _note(tiny)
+    with accelerated(tiny, oracle.recipe("tokenselect", "llava", 0.3)):
+        tiny(**feed)
+        assert not _note(tiny)
+
+
+def _note(tiny: Any) -> list[str]:
+    return [note for note in tiny.mmaccel.stats()["notes"] if "chose nothing" in note]

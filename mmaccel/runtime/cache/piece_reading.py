@@ -50,6 +50,11 @@ class ReadByPiece(ReadKeys):
             chosen, _ = choose(self.reading, LayerRead(choices, {}, {}), None, asked, layer.key, layer.scaling)
         return KeysToRead(chosen)
 
+    @property
+    def pieces(self) -> int:
+        """Number of pieces in which the prompt was read."""
+        return max(1, len(self.split.pieces))
+
     def after_attention(self, layer: LayerAttended) -> None:
         """Note the keys of a prompt that was read to its end."""
         if self.split.now is None or self.split.now.last:

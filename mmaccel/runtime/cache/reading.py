@@ -77,6 +77,11 @@ class ReadKeys(CachePolicy):
             places = self.prompt.tokens.of_layer(layer.number, layer.query.device).places[:, -window:]
             self._queries[layer.number] = layer.query[:, :, -window:].clone(), places >= 0
 
+    @property
+    def pieces(self) -> int:
+        """Number of pieces in which the prompt was read."""
+        return 1
+
     def finish(self) -> None:
         """Prepare, behind a prompt, the choices of its layers in the steps that follow."""
         if self.prompt is not None:
@@ -84,6 +89,11 @@ class ReadKeys(CachePolicy):
             with self.forward.measured("selection", self.forward.phase(0).places.device):
                 prepare_reads(self.reading, layers, self._scaling, self._queries, self.prompt.tokens.text_rows)
             self._queries = {}
+            if self.reading.by_piece and self.pieces == 1:
+                self.forward.stats.notes.append(
+                    f"prefill of {self.reading.name} chose nothing: the text model read the {self.forward.length} tokens of the "
+                    "prompt at once; give a smaller chunk, such as chunk=512"
+                )
         super().finish()
 
 
