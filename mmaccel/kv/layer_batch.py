@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 
@@ -181,11 +181,11 @@ class LayerBatch:
         for layer, mine in zip(self.layers, left.split(self.rows), strict=True):
             layer.take(mine)
 
-    def demote(self, group: TokenGroup, kept: Tensor, lengths: Tensor) -> None:
-        """See :func:`.packed.demote`, for all rows."""
+    def demote(self, group: TokenGroup, kept: Tensor, lengths: Tensor, query_energy: Mapping[int, Tensor]) -> None:
+        """See :func:`.packed.demote`, for all rows; ``query_energy`` is by number of a layer."""
         each = zip(self.layers, kept.split(self.rows), lengths.split(self.rows), strict=True)
         for layer, mine, count in each:
-            demote(layer, group, mine[..., : len(layer.index)], count)
+            demote(layer, group, mine[..., : len(layer.index)], count, query_energy.get(layer.number))
 
     def _joined(self, parts: Sequence[Tensor], dim: int, fill: float = 0) -> Tensor:
         """The rows of all layers, of which each has its slots along ``dim``, filled up to one width."""

@@ -92,7 +92,7 @@ class QuantisedLayer(CompressedLayer):
         ----------
         eligible : the places that its tokens may have.
         shared : with other layers.
-        query_energy : ``[B, Hkv, D]`` float32, the mean square of the last queries, if the codec looks at them.
+        query_energy : see :class:`~mmaccel.kv.codecs.base.Cut`.
         count : ``[B, 1 or Hkv]`` long on the CPU, how many tokens of the group are in full precision, where it is known; else
             the host waits for it.
         """
@@ -351,7 +351,9 @@ def _behind(x: Tensor, width: int) -> Tensor:
     return whole
 
 
-def demote(layer: QuantisedLayer, group: TokenGroup, kept: Tensor, lengths: Tensor) -> None:
+def demote(
+    layer: QuantisedLayer, group: TokenGroup, kept: Tensor, lengths: Tensor, query_energy: Tensor | None = None
+) -> None:
     """Pack all tokens of a layer in full precision but those that are ``kept``; packed ones stay as they are.
 
     Parameters
@@ -359,6 +361,7 @@ def demote(layer: QuantisedLayer, group: TokenGroup, kept: Tensor, lengths: Tens
     group : of what is packed here; its codec packs whatever it is given, also less than a page.
     kept : ``[B, 1 or Hkv, K]`` bool, slots of :meth:`QuantisedLayer.stored`. lengths : ``[B, 1 or Hkv]`` long on the CPU, how
         many of the tokens in all are kept or packed already.
+    query_energy : see :class:`~mmaccel.kv.codecs.base.Cut`.
     """
     there = layer.index.by_head[..., layer.width :] >= 0
     due = there & ~kept[..., layer.width :] & ~layer.packed.packed_before(there)
@@ -366,4 +369,4 @@ def demote(layer: QuantisedLayer, group: TokenGroup, kept: Tensor, lengths: Tens
     if layer.packed.dequantised is not None:
         count = due.sum(-1).cpu()
     if bool(count.any()):
-        layer.pack_due(group, due, count.expand(due.shape[:2]), None, None)
+        layer.pack_due(group, due, count.expand(due.shape[:2]), query_energy, None)

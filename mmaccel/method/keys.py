@@ -127,6 +127,9 @@ CHOICES: Mapping[str, Mapping[str, float | None]] = {
             "smooth2",
             "smooth4",
             "smooth8",
+            "balance2",
+            "balance3",
+            "balance4",
             "zip2",
             "zip4",
             "fp8",
@@ -136,7 +139,7 @@ CHOICES: Mapping[str, Mapping[str, float | None]] = {
 }
 
 #: the codecs of ``rest``
-_REST = {"int": "kivi", "turbo": "turboquant", "smooth": "qserve", "zip": "zipcache-codec"}
+_REST = {"int": "kivi", "turbo": "turboquant", "smooth": "qserve", "balance": "qserve", "zip": "zipcache-codec"}
 
 #: the range of that number where it is not a share, from 0 to 1
 LIMITS: Mapping[str, tuple[float, float]] = {"pyramid": (0.5, 1e6), "kvpress": (0.5, 1e6), "residual": (1, 64)}
@@ -187,9 +190,10 @@ class CacheOptions(Method):
     rest : how keys are treated that do not stay at the end of a prompt. ``evict`` drops them. All others demote them: they
         are stored in few bits, and a step reads both kinds. ``int2``, ``int4``, ``int8``: keys per channel in groups of 32
         tokens, and values per token, as by ``kivi``; ``turbo2``, ``turbo3``, ``turbo4``: rotated, as by ``turboquant``;
-        ``smooth2``, ``smooth4``, ``smooth8``: per token, with balanced channels of keys, as by ``qserve``; ``zip2``, ``zip4``:
-        as by ``zipcache-codec``; ``fp8``. What is demoted is not quantised again and stays for good; ``retain`` says how many
-        keys stay as they are.
+        ``smooth2``, ``smooth4``, ``smooth8``: per token, with balanced channels of keys, as by ``qserve``; ``balance2``,
+        ``balance3``, ``balance4``: the same, balanced by the queries of the prompt as well, as by MiKV; ``zip2``, ``zip4``:
+        as by ``zipcache-codec``; ``fp8``. What is demoted is not quantised again and stays for good; ``retain`` says how
+        many keys stay as they are.
     joint : text and visual keys share one budget, which is then ``retain`` of all keys.
     close_gaps : give the keys that stay consecutive positions, and what follows the positions behind them, as the
         ``KeyRerotationPress`` of kvpress does: keys are turned by the difference. All heads of all layers must keep as many
@@ -307,7 +311,9 @@ class CacheOptions(Method):
             return get_method("fp8")()
         name, bits = self.rest[:-1], int(self.rest[-1])
         # codes of three bits fill pages of 128 tokens
-        options = {"bits": bits, "page": 128 if bits == 3 else 64, "residual": 0}
+        options: dict[str, Any] = {"bits": bits, "page": 128 if bits == 3 else 64, "residual": 0}
+        if name == "balance":
+            options["balance"] = "queries"
         return get_method(_REST[name])(**options).by("official" if self.official else "exact")
 
     @property

@@ -43,6 +43,7 @@ SMALL = (
     TurboQuant(page=16, bits=4, sketch=True),
     QServe(page=16),
     QServe(page=32, bits=8, residual=8, smooth=0.0),
+    QServe(page=16, balance="queries"),
     ZipCacheCodec(page=16),
     ZipCacheCodec(page=16, bits=8),
     GEAR(page=32),

@@ -13,7 +13,13 @@ from mmaccel.kv.codecs import Codec
 from mmaccel.kv.codecs.qserve import QServe
 from mmaccel.kv.codecs.zipcache_codec import ZipCacheCodec
 
-CODECS = (QServe(page=32), QServe(page=32, bits=8, smooth=1.0), ZipCacheCodec(page=32), ZipCacheCodec(page=32, bits=8))
+CODECS = (
+    QServe(page=32),
+    QServe(page=32, bits=8, smooth=1.0),
+    QServe(page=32, balance="queries"),
+    ZipCacheCodec(page=32),
+    ZipCacheCodec(page=32, bits=8),
+)
 
 
 def packed(codec: Codec, tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -45,6 +51,34 @@ def test_pairs_of_rope_share_a_factor() -> None:
     assert torch.equal(factor[:, : WIDTH // 2], factor[:, WIDTH // 2 :])
     size = keys.abs().amax(2).flatten(0, 1)
     torch.testing.assert_close(factor[:, : WIDTH // 2], size.view(-1, 2, WIDTH // 2).amax(1).sqrt())
+
+
+def test_queries_share_in_the_balance() -> None:
+    """By hand: the largest keys are 8, 2, 4 and 1, and the largest queries of both heads and of tokens that are none 2, 8, 1
+    and 0."""
+    codec = QServe(page=16, bits=8, balance="queries")
+    keys = torch.tensor([[8.0, -2, 0, 1], [1, 1, -4, 0]])
+    query = torch.tensor([[[9.0, 9, 9, 9], [-2, 0, 1, 0]], [[9, 9, 9, 9], [1, 8, 0, 0]]])[None]
+    energy = codec.query_energy(query, torch.tensor([[-1, 5]]), 1)
+    assert energy is not None and energy.tolist() == [[[4, 64, 1, 0]]]
+    pages = codec.pack(keys, keys, torch.tensor([[2]]), query_energy=energy)
+    assert pages.keys[0].factor is not None
+    # a channel that no query has is balanced by the keys alone
+    assert pages.keys[0].factor.tolist() == [[2, 0.5, 2, 1]]
+    assert error(pages.decoded()[0], keys) < 0.01
+
+
+def test_balanced_by_queries_products_are_nearer() -> None:
+    """Keys are large where queries are small, so that their error matters less there."""
+    keys, _, plain = packed(QServe(page=32, bits=2), 64)
+    rng = torch.Generator().manual_seed(2)
+    query = torch.randn(2, HEADS, 16, WIDTH, generator=rng) / keys.abs().amax((0, 1, 2))
+    codec = QServe(page=32, bits=2, balance="queries")
+    energy = codec.query_energy(query, torch.zeros(2, 16), HEADS)
+    balanced = codec.pack(flat(keys), flat(keys), torch.full((2, HEADS), 64), query_energy=energy)
+    wanted = query @ keys.mT
+    errors = [error(query @ p.decoded()[0].view(2, HEADS, 64, WIDTH).mT, wanted) for p in (balanced, plain)]
+    assert errors[0] < 0.7 * errors[1]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)

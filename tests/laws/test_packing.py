@@ -34,6 +34,7 @@ CODECS: dict[str, Recipe] = {
     "vidkv, waves": recipe_of("vidkv", page=32, fourier=True, protect=0.3),
     "calibquant": recipe_of("calibquant", page=16),
     "qserve": recipe_of("qserve", page=16),
+    "qserve by queries": recipe_of("qserve", page=16, balance="queries"),
     "zipcache-codec": recipe_of("zipcache-codec", page=16),
     "gear": recipe_of("gear", page=16),
     "nsnquant": recipe_of("nsnquant", page=16, bits=4),
@@ -248,7 +249,7 @@ def test_think_looks_at_the_last_queries(policy: tuple[Stage, ...], monkeypatch:
     assert len(asked) == len(before) == len(layers)
     for mine, queries in zip(asked, before, strict=True):
         width = mine.shape[-1]
-        squares = queries[:, -ThinK.window :].unflatten(2, (heads, -1, width)).square().mean((1, 3))
+        squares = queries[:, -ThinK().window :].unflatten(2, (heads, -1, width)).square().mean((1, 3))
         want = squares[..., : width // 2] + squares[..., width // 2 :]
         torch.testing.assert_close(mine[..., : width // 2] + mine[..., width // 2 :], want)
 

@@ -14,6 +14,7 @@ from laws.test_bytes import held
 from laws.test_packing import attends_to_what_is_stored, divergence
 
 from mmaccel import MmaccelError, Recipe, Stage, accelerated, get_method, load_cache, save_cache
+from mmaccel.kv.codecs.qserve import QServe
 from mmaccel.method.keys import CHOICES
 from mmaccel.method.recall import RecallPolicy
 
@@ -132,6 +133,27 @@ def test_turns_saved_caches_host_memory_and_crops(family: str, form: str, tmp_pa
         assert torch.equal(logits(parked), logits(first))
         again = generate(tiny, kept, past_key_values=parked.past_key_values)
     assert torch.equal(logits(again), logits(went))
+
+
+def test_the_balancer_looks_at_all_queries_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny, feed, seen, used = model("llava"), inputs("llava", "uneven"), [], []
+    energy, key_planes = QServe.energy, QServe.key_planes
+
+    def note(self: QServe, queries: torch.Tensor, valid: torch.Tensor, heads: int) -> torch.Tensor:
+        seen.append(((queries * valid[:, None, :, None]).shape[2], valid, energy(self, queries, valid, heads)))
+        return seen[-1][2]
+
+    monkeypatch.setattr(QServe, "energy", note)
+    monkeypatch.setattr(
+        QServe, "key_planes", lambda self, k, cut, p: used.append(cut.query_energy) or key_planes(self, k, cut, p)
+    )
+    with accelerated(tiny, FORMS["balance2"]), torch.no_grad():
+        tiny(**feed, use_cache=True)
+    prompt = feed["attention_mask"].bool()
+    assert len(seen) == len(used) == len(tiny.model.language_model.layers)
+    for (count, valid, made), given in zip(seen, used, strict=True):
+        assert count == prompt.shape[1] and torch.equal(valid, prompt)
+        assert given is made
 
 
 def test_a_crop_into_the_prompt_cuts_pages() -> None:

@@ -17,6 +17,7 @@ from ...errors import MmaccelError
 from ...method import Method
 from ...method.refused import described, refuse
 from ...method.results import check_slots, check_tensor, check_type, check_within
+from ..scoring.importance import energy
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Cut:
     head : ``[N]`` long, the head of every page, of ``B Hkv``; ``cu_pages [B Hkv + 1]`` int32, the first page of every head.
     lengths : ``[B, Hkv]`` long.
     tile : tokens of a tile of the pages.
-    query_energy : ``[B, Hkv, D]`` float32, the mean square of the last queries, for codecs with a ``window``.
+    query_energy : ``[B, Hkv, D]`` float32, what :meth:`Codec.energy` makes of the last queries, for codecs with a ``window``.
     new : ``[B, Hkv]`` bool, heads that have packed nothing yet; None where all or no heads have, as ``before`` says.
     peak : ``[B, Hkv, Dv]`` float32, the largest size of every channel of the values of all tokens in full precision, packed now
         or not, for codecs that see ``sees_all_values``; None where all are packed.
@@ -89,8 +90,6 @@ class Codec(Method):
     budget = "none"
     default_retain = None
     weighable = False
-    #: how many of the last queries the codec looks at
-    window: ClassVar[int] = 0
     #: whether :attr:`Cut.peak` is to be filled where some tokens are packed and others stay
     sees_all_values: ClassVar[bool] = False
     limits = {"residual": "[0, inf)"}
@@ -123,6 +122,29 @@ class Codec(Method):
         ):
             return "of two codecs one must pack visual tokens (visual_only=True) and the other text (text_only=True)"
         return super().conflict(other)
+
+    @property
+    def window(self) -> int | None:
+        """How many of the last queries of a forward the codec looks at; None for all."""
+        return 0
+
+    def energy(self, queries: Tensor, valid: Tensor, heads: int) -> Tensor:
+        """What it makes of these queries for each of ``heads`` key heads, ``[B, Hkv, D]`` float32; by default the mean square
+        of every channel.
+
+        Parameters
+        ----------
+        queries : ``[B, Hq, W, D]``. valid : ``[B, W]`` bool.
+        """
+        return energy(queries, valid, heads)
+
+    def query_energy(self, query: Tensor, places: Tensor, heads: int) -> Tensor | None:
+        """:meth:`energy` of the last queries of ``query [B, Hq, q, D]``, at ``places [B, q]``, -1 for padding; None where the
+        codec looks at none."""
+        if self.window == 0:
+            return None
+        last = slice(None) if self.window is None else slice(-self.window, None)
+        return self.energy(query[:, :, last], places[:, last] >= 0, heads)
 
     @abstractmethod
     def formats(self, channels: int) -> tuple[Format, ...]:

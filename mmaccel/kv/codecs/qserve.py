@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, cast
 
+import torch
 from mmaccel_kernels.pages import Code, Format, Pages, Plane
 from torch import Tensor
 
@@ -22,16 +23,20 @@ class QServe(Codec):
     ``s = (max_c - min_c) / (2^bits - 1)`` and ``z = min_c`` of ``k_t / l``, ``c = round((x - z) / s)``, ``k_t ~ l (c s + z)``,
     and ``q . k = (q l) . (k / l)``. Values are coded the same without ``l``. A token is packed alone, so none waits for others.
 
+    ``balance="queries"`` is the balancer of MiKV (*No Token Left Behind*, arXiv 2402.18096), which looks at all queries of the
+    prompt as well: ``l_c = (max_t |k_tc|)^smooth / (max_t |q_tc|)^(1 - smooth)``, so that a step weighs as much in ``q . k``
+    in every channel. The queries are those of all query heads of a key head, and no two channels share their ``l``.
+
     Parameters
     ----------
-    bits : 2, 4 or 8. 4 as in the paper.
+    bits : 2, 3, 4 or 8. 4 as in the paper; codes of 3 bits fill pages of 128 tokens.
     smooth : the power, 0.5 as in the paper; 0 leaves keys as they are.
+    balance : ``keys``, or ``queries`` too.
     page : tokens of a page. Every token has its own steps, so the size does not affect the error.
     residual : newest tokens in full precision.
 
     Paper and program: there ``l`` is found on calibration data and folded into the weights before RoPE; here it is that of the
-    first tokens that a head packs, and is used for later ones too. Weights and activations are not quantised here. The low
-    bits of MiKV (arXiv 2402.18096) are these too; its balancer, ``sqrt(max |q| / max |k|)``, looks at queries as well.
+    first tokens that a head packs, and is used for later ones too. Weights and activations are not quantised here.
     """
 
     name = "qserve"
@@ -40,18 +45,35 @@ class QServe(Codec):
     limits = {"smooth": "[0, 1]"}
 
     page: int = 64
-    bits: Literal[2, 4, 8] = 4
+    bits: Literal[2, 3, 4, 8] = 4
     smooth: float = 0.5
+    balance: Literal["keys", "queries"] = "keys"
+
+    @property
+    def window(self) -> int | None:
+        return None if self.balance == "queries" else 0
+
+    def energy(self, queries: Tensor, valid: Tensor, heads: int) -> Tensor:
+        """The largest square of every channel."""
+        asked = queries.masked_fill(~valid[:, None, :, None], 0.0).abs().amax(2).float()
+        return asked.unflatten(1, (heads, -1)).amax(2) ** 2
 
     def formats(self, channels: int) -> tuple[Format, ...]:
         return (Format(cast(Code, f"int{self.bits}"), "token", channels),)
 
     def key_planes(self, keys: Tensor, cut: Cut, before: Pages | None) -> tuple[Plane, ...]:
-        if not self.smooth:
+        if not self.smooth and self.balance == "keys":
             return super().key_planes(keys, cut, before)
         size = largest(keys, cut.lengths.flatten())
-        # RoPE turns channel c with channel c + D / 2
-        half = size.shape[1] // 2
-        size[:, : 2 * half] = size[:, :half].maximum(size[:, half : 2 * half]).repeat(1, 2)
-        factor = factors_of(size**self.smooth, cut, None if before is None else before.keys[0].factor)
+        if self.balance == "keys":
+            # RoPE turns channel c with channel c + D / 2
+            half = size.shape[1] // 2
+            size[:, : 2 * half] = size[:, :half].maximum(size[:, half : 2 * half]).repeat(1, 2)
+        factor = size**self.smooth
+        if cut.query_energy is not None:
+            asked = cut.query_energy.flatten(0, 1)
+            asked = torch.where(asked > 0, asked, 1.0) ** ((1 - self.smooth) / 2)
+            # within what float16 holds
+            factor = (factor / asked).clamp(2**-12, 2**12)
+        factor = factors_of(factor, cut, None if before is None else before.keys[0].factor)
         return (scaled_plane(self, keys, cut, self.formats(keys.shape[1])[0], factor),)

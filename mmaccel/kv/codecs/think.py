@@ -37,13 +37,16 @@ class ThinK(KIVI):
     name = "think"
     summary = "keys without 40 % of their channels, in 4 bits as by kivi"
     paper = "arXiv 2407.21018"
-    window = 32
     limits = {"prune": "[0, 1)", "align": "[1, inf)"}
 
     residual: int = 32
     bits: Literal[2, 4, 8] = 4
     prune: float = 0.4
     align: int = 16
+
+    @property
+    def window(self) -> int:
+        return 32
 
     def left(self, width: int) -> int:
         """Number of channels of a key that stay."""

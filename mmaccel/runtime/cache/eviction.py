@@ -45,6 +45,9 @@ class CachePolicy(Run):
         self.prompt = PromptEviction(rules, state, forward, self.schedule) if isinstance(forward, Prompt) else None
         # a schedule counts all queries behind a prompt
         self.last_queries = None if self.prompt is None else self.policy.window
+        if rules.rest is not None and self.prompt is not None:
+            looks_at = rules.rest.codec.window
+            self.last_queries = None if looks_at is None else max(looks_at, self.policy.window)
 
     @property
     def pictured(self) -> dict[int, Tensor]:
@@ -178,6 +181,10 @@ class EvictKeys(CachePolicy):
                     received = self._observe(number, attention, tokens.places, layer.window)
                 else:
                     (attention, received), self._observed = self._observed, None
+                if (rest := prompt.rules.rest) is not None:
+                    asked = rest.codec.query_energy(query, tokens.places, key.shape[1])
+                    if asked is not None:
+                        prompt.evictor.query_energy[number] = asked
                 # these queries are large, and free before anything is chosen
                 expected, self.pre_rope = prompt.tokens.expected(tokens, key, self.pre_rope), None
                 unrotated, self.unrotated = self.unrotated, None

@@ -39,6 +39,7 @@ class Evictor:
     figures : per layer ``[3]`` float on the CPU: candidates, their budget, how many stay; summed over rows, mean over heads.
     pictured : per layer ``[B, 1]`` long on the CPU, how many visual keys of this forward stay in each head, where the host
         knows it.
+    query_energy : per layer ``[B, Hkv, D]`` float32, what the codec of the rest makes of the queries, if it looks at them.
     done : layers that were evicted from since this list was last emptied.
     """
 
@@ -46,6 +47,7 @@ class Evictor:
         self.rules, self.prompt, self.tokens, self.schedule = rules, prompt, tokens, schedule
         self.figures: list[Tensor] = []
         self.pictured: dict[int, Tensor] = {}
+        self.query_energy: dict[int, Tensor] = {}
         self.done: list[int] = []
         self.uncounted: list[Uncounted] = []
         self.cuts = InStep()
@@ -92,7 +94,9 @@ class Evictor:
         """Evict from ``layers``; where keys are packed the host must know more first."""
         if self.rules.rest is not None:
             self.schedule.state.note_rotations(self.prompt.incoming)
-        yield from self.rules.evicting(layers, kept, lengths, old, spots)
+            layers.demote(self.rules.rest, kept, lengths, self.query_energy)
+        else:
+            yield from self.rules.evicting(layers, kept, lengths, old, spots)
         for layer in layers.layers:
             self.done.append(layer.number)
             if self.rules.policy.scheduled:

@@ -23,7 +23,6 @@ from ...core.stats import Stage as StageStats
 from ...kv.cache import CacheState
 from ...kv.codecs import Codec, Eligible, TokenGroup
 from ...kv.packed import QuantisedLayer, SharedPacking
-from ...kv.scoring.importance import energy
 from ...kv.shared import Shared
 from ...method.results import check_tensor
 from ..call.forward import Forward, Prompt, chosen_of
@@ -65,7 +64,7 @@ class PackKeys(Run):
     """The codecs of a recipe in one forward.
 
     salient : ``[B, S]`` bool on the CPU, the visual tokens of a prompt that a codec stores better than the others.
-    query_energy : per layer ``[B, Hkv, D]``, the mean square of the last queries, if a codec looks at them.
+    query_energy : per layer and token group ``[B, Hkv, D]``, what its codec makes of the last queries, if it looks at them.
     waiting : layers that are packed when the forward is over.
     """
 
@@ -76,9 +75,10 @@ class PackKeys(Run):
         self.times = state.shared.memory(PackTimes) or state.shared.keep(PackTimes())
         #: the rows that had something to pack, while decoding
         self.packed: set[int] = set()
-        self.window = self.last_queries = max((group.codec.window for group in self.groups), default=0)
+        windows = [group.codec.window for group in self.groups]
+        self.last_queries = max((window or 0 for window in windows), default=0) if None not in windows else None
         self.salient: Tensor | None = None
-        self.query_energy: dict[int, Tensor] = {}
+        self.query_energy: dict[tuple[int, int], Tensor] = {}
         self.waiting: list[QuantisedLayer] = []
         self._shared = SharedPacking()
         #: layers that were packed, or wait for the end of the forward
@@ -105,10 +105,12 @@ class PackKeys(Run):
         """Pack the layers from which nothing is evicted any more."""
         number, query = layer.number, layer.query
         self.state.note_rotations(self.forward.incoming)
-        if self.window and self.looks:
+        if self.last_queries != 0 and self.looks:
             places = self.forward.phase(number).places.to(query.device, non_blocking=True)
-            real = places[:, -self.window :] >= 0
-            self.query_energy[number] = energy(query[:, :, -self.window :], real, layer.key.shape[1])
+            for group in self.groups:
+                asked = group.codec.query_energy(query, places, layer.key.shape[1])
+                if asked is not None:
+                    self.query_energy[number, group.number] = asked
         self._pack_timed([number] if self.policy is None else self.policy.released(number), query.device)
 
     def finish(self) -> None:
@@ -206,7 +208,7 @@ class PackKeys(Run):
 
     def _pack(self, layer: QuantisedLayer, counts: list[Tensor | None] | list[Tensor]) -> None:
         for (group, eligible), count in zip(self.due, counts, strict=True):
-            asked = self.query_energy.get(layer.number)
+            asked = self.query_energy.get((layer.number, group.number))
             # of absorbed queries the first channels meet latents, which are packed as keys
             asked = None if asked is None else asked[..., : layer.keys.shape[3]]
             layer.pack(group, eligible, self._shared, asked, count)

@@ -88,14 +88,9 @@ class CacheRules:
         old: int = 0,
         spots: Tensor | None = None,
     ) -> Asking:
-        """Evict, merge or pack the keys that are not ``kept [R, Hkv or 1, K]``; the first ``old`` slots take no part in a
+        """Evict or merge the keys that are not ``kept [R, Hkv or 1, K]``; the first ``old`` slots take no part in a
         merge, nor do packed keys, which would be quantised again. For ``lengths`` see :meth:`.layer.CompressedLayer.evict`;
         ``spots``, some of the kept ones, are where the others of a prompt are merged if few keys take up all."""
-        if self.rest is not None:
-            # what a schedule evicts is refused, so that the host knows the lengths
-            assert lengths is not None
-            together.demote(self.rest, kept, lengths)
-            return
         asked = together.needed_on_host(kept)
         known = (yield asked) if asked else None
         how, decay = self.policy.choice("compact")
