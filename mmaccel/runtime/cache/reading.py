@@ -91,8 +91,8 @@ class ReadKeys(CachePolicy):
             self._queries = {}
             if self.reading.by_piece and self.pieces == 1:
                 self.forward.stats.notes.append(
-                    f"prefill of {self.reading.name} chose nothing: the text model read the {self.forward.length} tokens of the "
-                    "prompt at once; give a smaller chunk, such as chunk=512"
+                    f"prefill of {self.reading.name} chose nothing: the text model read the {self.forward.length} tokens of "
+                    "the prompt at once; give a smaller chunk, such as chunk=512"
                 )
         super().finish()
 
