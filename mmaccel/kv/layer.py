@@ -16,10 +16,11 @@ from .decoding import reads_as_stored
 from .forward_info import ForwardInfo, Phase
 from .growable import append, trimmed
 from .host_layer import HostLayer
-from .index import KeyIndex, leftmost, to_device
+from .index import KeyIndex, to_device
 from .packed_keys import PackedKeys
 from .ragged import Ragged
 from .schedule_state import ScheduleState
+from .selection import Selection
 from .shared import Shared
 
 
@@ -37,12 +38,14 @@ class KeptKeys:
 
     flat : of all heads, one after the other. index : ``[R, 1 or Hkv, W]``, where they came from, and ``lengths [R, 1 or Hkv]``
     on the CPU, how many each head has. received : ``[R, Hkv, W]``, see :class:`.schedule_state.ScheduleState`.
+    selection : which they are; None for some of its rows.
     """
 
     flat: Compacted
     index: Tensor
     lengths: Tensor
     received: Tensor | None
+    selection: Selection | None = None
 
     @staticmethod
     def of(
@@ -55,16 +58,18 @@ class KeptKeys:
     ) -> KeptKeys:
         """Take the ``kept [R, Hkv or 1, K]`` bool of ``keys`` and ``values [R, Hkv, K, D]`` from ``index [R, 1 or Hkv, K]``.
         ``lengths [R, Hkv or 1]`` long on the CPU say how many that are, where it is known; else the host waits for it."""
-        rows, heads = keys.shape[:2]
-        shape = (rows, max(index.shape[1], kept.shape[1]), -1)
-        index, kept = index.expand(shape), kept.expand(shape)
-        kept = kept & (index >= 0)
-        order, there, lengths = leftmost(kept, lengths)
-        if received is not None:
-            received = received.gather(2, order.expand(-1, heads, -1)).masked_fill(~there, 0.0)
-        total = int(lengths.expand(-1, heads if shape[1] == 1 else shape[1]).sum())
-        flat = compact(keys, values, kept.expand(-1, heads, -1), total=total)
-        return KeptKeys(flat, index.gather(2, order).masked_fill(~there, -1), lengths, received)
+        return KeptKeys.selected(keys, values, Selection.of(index, kept, keys.shape[1], lengths), received)
+
+    @staticmethod
+    def selected(keys: Tensor, values: Tensor, left: Selection, received: Tensor | None) -> KeptKeys:
+        """Take what is ``left`` of ``keys`` and ``values [R, Hkv, K, D]``."""
+        flat = compact(keys, values, left.plan)
+        return KeptKeys(flat, left.index, left.lengths, left.figures(received), left)
+
+    def ragged(self) -> Ragged:
+        """As they are stored where heads keep different counts."""
+        known = {} if self.selection is None else {"bounds": self.selection.bounds}
+        return Ragged(*self.flat, longest=self.index.shape[-1], **known)
 
     def split(self, rows: int) -> Iterator[KeptKeys]:
         """So many rows at a time, and of them no more slots than they need; nothing is copied."""
@@ -224,7 +229,7 @@ class CompressedLayer(HostLayer):
             self.ragged = None
             self.keys, self.values = (x.view(rows, heads, width, x.shape[-1]) for x in (keys, values))
         else:
-            self.ragged = Ragged(*left.flat, longest=width)
+            self.ragged = left.ragged()
             self.keys = keys.new_empty(rows, heads, 0, keys.shape[-1])
             self.values = values.new_empty(rows, heads, 0, values.shape[-1])
         self._park()

@@ -14,9 +14,27 @@ from ..method.results import check_type
 from .codecs import Cuts, Eligible, TokenGroup
 from .index import KeyIndex, on_host, to_device
 from .key_bias import KeyBias, Rotations
-from .layer import CompressedLayer
+from .layer import CompressedLayer, KeptKeys
 from .packed_keys import Held, PackedGroup, PackedKeys
+from .selection import Selection
 from .shared_prefix import SharedPrefix
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Where the tokens in full precision of a layer go, of which some are packed: what is ``taken``, and what is ``left``."""
+
+    taken: Selection
+    left: Selection
+
+    @staticmethod
+    def of(layer: QuantisedLayer, due: Tensor, count: Tensor) -> Moves:
+        """Pack what is ``due [B, 1 or Hkv, R]`` bool, ``count [B, 1 or Hkv]`` long on the CPU of every head."""
+        heads, live = layer.keys.shape[1], layer.packed.live
+        rest = layer.index.by_head[..., layer.width :].expand(-1, due.shape[1], -1)
+        lengths = (rest >= 0).sum(-1).cpu() if live is None else layer.index.lengths - live
+        lengths = lengths - count
+        return Moves(Selection.of(rest, due, heads, count), Selection.of(rest, (rest >= 0) & ~due, heads, lengths))
 
 
 @dataclass
@@ -24,10 +42,34 @@ class SharedPacking:
     """Indices and cuts of pages, which layers share that pack the same tokens in one forward.
 
     indices : old and new ones by the id of the old one, so that layers which shared one go on sharing one.
+    moves : of layers with that old index and as many heads, where the tokens of a group go, of which so many are packed.
     """
 
     indices: dict[int, tuple[KeyIndex, KeyIndex]] = field(default_factory=dict)
+    moves: dict[tuple[int, int, int, tuple[int, ...]], Moves] = field(default_factory=dict)
     cuts: Cuts = field(default_factory=Cuts)
+
+    def behind(self, old: KeyIndex) -> KeyIndex | None:
+        """The index of layers that had an ``old`` one, once one of them was packed; None before."""
+        known = self.indices.get(id(old))
+        return None if known is None else known[1]
+
+    def moves_of(
+        self, layer: QuantisedLayer, group: TokenGroup, eligible: Eligible, packable: Tensor, valid: Tensor | None
+    ) -> Moves:
+        """Where the tokens of a layer go, of which the first ``packable [B, 1 or Hkv]`` long on the CPU are packed; ``valid``
+        is :meth:`QuantisedLayer.eligible_slots`, where it is known."""
+        index = layer.index
+        at = id(index), group.number, layer.keys.shape[1], tuple(packable.flatten().tolist())
+        moves = self.moves.get(at)
+        if moves is None:
+            valid = layer.eligible_slots(eligible) if valid is None else valid
+            due = valid & (valid.cumsum(-1) <= to_device(packable, valid.device)[..., None])
+            moves = Moves.of(layer, due, packable)
+            if not index.of_heads and layer.packed.dequantised is None:
+                # layers that share an index store the same
+                self.moves[at] = moves
+        return moves
 
 
 class QuantisedLayer(CompressedLayer):
@@ -111,32 +153,29 @@ class QuantisedLayer(CompressedLayer):
             # whoever remembers the old one is told that slots mean something else
             self.index = old.clone()
         else:
-            valid = self.eligible_slots(eligible) if valid is None else valid
-            due = valid & (valid.cumsum(-1) <= to_device(packable, valid.device)[..., None])
-            self.pack_due(group, due, packable, query_energy, shared.cuts)
-        if (known := shared.indices.get(id(old))) is not None:
-            self.index = known[1]
-        elif old.index.dim() == 2:
+            self.pack_due(group, shared.moves_of(self, group, eligible, packable, valid), query_energy, shared)
+        if (known := shared.behind(old)) is not None:
+            self.index = known
+        elif not old.of_heads:
             shared.indices[id(old)] = (old, self.index)
 
-    def pack_due(self, group: TokenGroup, due: Tensor, count: Tensor, energy: Tensor | None, cuts: Cuts | None) -> None:
-        """Pack the tokens ``due [B, 1 or Hkv, R]`` bool of those in full precision, ``count`` of each head, on the CPU."""
-        groups = self._take_packed()
-        rest, lengths = self.index.by_head.expand(-1, due.shape[1], -1), self.index.lengths - count
+    def pack_due(self, group: TokenGroup, moves: Moves, energy: Tensor | None, shared: SharedPacking) -> None:
+        """Pack the tokens of a group that are due."""
+        index, groups, taken, left = shared.behind(self.index), self._take_packed(), moves.taken, moves.left
+        rest, every = self.index.by_head, taken.lengths.expand(-1, self.keys.shape[1])
         keys, values = super().stored()
-        every = count.expand(-1, keys.shape[1])
         coded = keys if (bias := self.bias) is None else (keys.float() - bias.keys(rest)).to(keys.dtype)
-        flat = compact(coded, values, due.expand(-1, keys.shape[1], -1), total=int(every.sum()))
+        flat = compact(coded, values, taken.plan)
         received = self.schedule.received
         groups = _at_least(groups, group, rest[..., :0], None if received is None else received[..., :0])
-        own = groups[group.number].of_heads(due.shape[1])
+        own = groups[group.number].of_heads(taken.index.shape[1])
         peak = None
-        if group.codec.sees_all_values and bool(lengths.any()):
+        if group.codec.sees_all_values and bool(left.lengths.any()):
             peak = values.float().abs().masked_fill((rest < 0)[..., None], 0.0).amax(2)
-        pages = _packed(group, groups, own, flat._replace(lengths=every), energy, peak, cuts)
-        groups[group.number] = own.extended(pages, rest, due, received, count)
-        super().evict((rest >= 0) & ~due, (keys, values), lengths)
-        self._join(groups, self.packed.dequantised)
+        pages = _packed(group, groups, own, flat._replace(lengths=every), energy, peak, shared.cuts)
+        groups[group.number] = own.extended(pages, taken, received)
+        self.take(KeptKeys.selected(keys, values, left, self.schedule.figures(keys.shape[2])))
+        self._join(groups, self.packed.dequantised, index)
 
     def too_few(self, group: TokenGroup, eligible: Eligible) -> bool:
         """Whether the host knows that too few tokens are in full precision for any of a group to be packed."""
@@ -266,16 +305,19 @@ class QuantisedLayer(CompressedLayer):
         self.index = KeyIndex(rest if rest.shape[1] > 1 else rest[:, 0], True, self.seen, lengths)
         return packed.split(index, received)
 
-    def _join(self, groups: list[PackedGroup], dequantised: Tensor | None) -> None:
-        """Put packed keys before what is stored; for ``dequantised`` see :class:`.packed_keys.PackedKeys`."""
+    def _join(self, groups: list[PackedGroup], dequantised: Tensor | None, known: KeyIndex | None = None) -> None:
+        """Put packed keys before what is stored; the index of all may be ``known``. For ``dequantised`` see
+        :class:`.packed_keys.PackedKeys`."""
         self.packed = PackedKeys.of(groups, dequantised)
         indices = [*(group.index for group in groups), self.index.by_head]
         heads, live = max(index.shape[1] for index in indices), self.packed.live
         assert live is not None
-        index = torch.cat([part.expand(-1, heads, -1) for part in indices], dim=-1)
-        lengths = (self.index.lengths + live).expand(-1, heads)
-        padded = bool((lengths < index.shape[-1]).any())
-        self.index = KeyIndex(index if heads > 1 else index[:, 0], padded, self.seen, lengths)
+        if known is None:
+            index = torch.cat([part.expand(-1, heads, -1) for part in indices], dim=-1)
+            lengths = (self.index.lengths + live).expand(-1, heads)
+            padded = bool((lengths < index.shape[-1]).any())
+            known = KeyIndex(index if heads > 1 else index[:, 0], padded, self.seen, lengths)
+        self.index = known
         if self.schedule.received is not None:
             figures = [group.received for group in groups if group.received is not None]
             self.schedule.received = torch.cat([*figures, self.schedule.received], dim=-1)
@@ -369,4 +411,4 @@ def demote(
     if layer.packed.dequantised is not None:
         count = due.sum(-1).cpu()
     if bool(count.any()):
-        layer.pack_due(group, due, count.expand(due.shape[:2]), query_energy, None)
+        layer.pack_due(group, Moves.of(layer, due, count.expand(due.shape[:2])), query_energy, SharedPacking())

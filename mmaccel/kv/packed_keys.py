@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from .index import leftmost, to_device
 from .ragged import Ragged
+from .selection import Selection
 
 
 class Held(NamedTuple):
@@ -76,22 +77,22 @@ class PackedGroup:
         ]
         return replace(self.pages, keys=sides[0], values=sides[1]), unused & ~theirs
 
-    def extended(self, pages: Pages, index: Tensor, due: Tensor, received: Tensor | None, count: Tensor) -> PackedGroup:
-        """With ``pages`` in place of its own, which hold more behind: the tokens ``due [B, 1 or Hkv, R]`` of those with this
-        index and these figures, ``count [B, 1 or Hkv]`` on the CPU of every head."""
-        held = self.known()
-        held = Held(held.places + count, held.live + count)
-        there = torch.zeros_like(self.index, dtype=torch.bool)
-        if self.pages is not None:
-            # dead places are places
-            lengths = self.pages.lengths()[:, : self.index.shape[1], None]
-            there = torch.arange(self.index.shape[-1], device=lengths.device) < lengths
-        order, there, _ = leftmost(torch.cat([there, due], dim=-1), held.places)
-        index = torch.cat([self.index, index], dim=-1).gather(2, order).masked_fill(~there, -1)
-        if self.received is not None and received is not None:
-            both = torch.cat([self.received, received], dim=-1)
-            received = both.gather(2, order.expand(-1, both.shape[1], -1)).masked_fill(~there, 0.0)
-        return PackedGroup(pages, index, received, held)
+    def extended(self, pages: Pages, more: Selection, received: Tensor | None) -> PackedGroup:
+        """With ``pages`` in place of its own, which hold ``more`` behind; ``received [B, Hkv, R]`` are the figures of all that
+        these were selected from."""
+        held, figures = self.known(), more.figures(received)
+        held = Held(held.places + more.lengths, held.live + more.lengths)
+        if self.pages is None:
+            return PackedGroup(pages, more.index, figures, held)
+        # dead places are places
+        lengths = self.pages.lengths()[:, : self.index.shape[1], None]
+        there = torch.arange(self.index.shape[-1], device=lengths.device) < lengths
+        order, there, _ = leftmost(torch.cat([there, more.there], dim=-1), held.places)
+        index = torch.cat([self.index, more.index], dim=-1).gather(2, order).masked_fill(~there, -1)
+        if self.received is not None and figures is not None:
+            both = torch.cat([self.received, figures], dim=-1)
+            figures = both.gather(2, order.expand(-1, both.shape[1], -1)).masked_fill(~there, 0.0)
+        return PackedGroup(pages, index, figures, held)
 
     def kept(self, kept: Tensor, alive: Tensor, listed: Pages | None) -> PackedGroup:
         """Only what is ``kept [B, 1 or Hkv, W]``, of which no place is dead; pages are written anew where that saves enough of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from .growable import trimmed
 class Ragged:
     """Keys and values of heads that store different counts, one after the other: ``[total, D]``, ``lengths [B, Hkv]``.
 
-    ``bounds [B Hkv + 1]`` long say where each head begins, and where the last ends; made once, read at every step.
+    ``bounds [B Hkv + 1]`` long say where each head begins, and where the last ends; made once where none are given, read at
+    every step.
     ``longest`` is the width of :meth:`padded`, at least the longest head; it does not change when rows are selected, as the
     width of the index does not.
     """
@@ -26,10 +27,11 @@ class Ragged:
     values: Tensor
     lengths: Tensor
     longest: int
-    bounds: Tensor = field(init=False)
+    bounds: Tensor = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        self.bounds = pad(self.lengths.flatten().cumsum(0), (1, 0))
+        if self.bounds is None:
+            self.bounds = pad(self.lengths.flatten().cumsum(0), (1, 0))
 
     def padded(self) -> tuple[Tensor, Tensor]:
         """``[B, Hkv, longest, D]`` each; short heads end in zeros."""

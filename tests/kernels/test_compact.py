@@ -4,7 +4,7 @@ import pytest
 import torch
 from mmaccel_kernels import compact as compaction
 from mmaccel_kernels import launch
-from mmaccel_kernels.compact import compact, compact_cost, compact_definition, compact_kernel
+from mmaccel_kernels.compact import compact, compact_cost, compact_definition, compact_kernel, compact_plan
 from traffic import counted
 
 from mmaccel.kv.cache import CacheState
@@ -78,6 +78,16 @@ def test_lists_of_slots_say_the_same_as_a_mask(device):
     for listed in (slots, slots.int()):
         for got, want in zip(compact(keys, values, listed), compact(keys, values, kept), strict=True):
             assert torch.equal(got, want)
+
+
+def test_one_plan_gathers_from_several_layers(device):
+    *layer, kept, _, _ = storage(2, 3, 37, 20, 24, device=device)
+    made = compact_plan(kept, int(kept.sum()))
+    for keys, values in (layer, [x.flip(2) for x in layer]):
+        want = compact(keys, values, kept)
+        for run in (compact_definition, compact_kernel):
+            for mine, its in zip(run(keys, values, made, None, None, None), want, strict=True):
+                assert torch.equal(mine, its)
 
 
 def test_strided_keys_and_nothing_kept(device):
@@ -154,6 +164,7 @@ def test_what_a_launch_moves():
         ({"kept": torch.ones(1, 2, 5)}, "torch.float32"),
         ({"owner": torch.ones(1, 2, 5)}, r"owner \[B, H, K\] = \(1, 2, 5\) long"),
         ({"weight": torch.ones(1, 2, 5)}, "beside an owner"),
+        ({"kept": compact_plan(torch.ones(2, 2, 5) > 0, 20)}, r"a plan of \[1, 2\] rows and heads .* not of \[2, 2\]"),
         ({"owner": torch.zeros(1, 2, 5).long(), "weight": torch.ones(1, 2, 4)}, r"weight .* not \(1, 2, 4\)"),
     ],
 )

@@ -8,7 +8,7 @@ about speed, half precision, streams or what real kernels compute.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import accelerate
@@ -69,6 +69,8 @@ LAUNCHES = {
 #: launches a layer above those of the bare model at the prompt, where codecs pack all tokens, in pages that these fill: two
 #: copies each of what is packed and of what stays, and one launch a side, behind three that rotate it
 PACKED = {"kivi": 6, "fp8": 6, "turboquant": 12}
+#: the input of the prompt, and whether visual tokens alone are packed
+PROMPTS = {"whole": ("image", False), "padded": ("uneven", False), "visual only": ("image", True)}
 
 
 @dataclass(frozen=True)
@@ -276,17 +278,21 @@ def launches_are_bounded(name: str, few: Ran, many: Ran) -> None:
         assert extra <= sum(bound[step > 0] for bound in bounds)
 
 
+@pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("name", PACKED)
-def test_layers_share_where_tokens_are_packed(name: str) -> None:
+def test_layers_share_where_tokens_are_packed(name: str, prompt: str) -> None:
     """Which tokens are packed, where they go and what pages they fill is computed once for all layers."""
+    kind, visual_only = PROMPTS[prompt]
 
     def launched(chosen: Recipe, depth: int) -> int:
         worker = prepare(zoo.processor("llava"), chosen)
-        given, model = feed("llava", "image", worker), zoo.model("llava", num_hidden_layers=depth).requires_grad_(False)
+        given, model = feed("llava", kind, worker), zoo.model("llava", num_hidden_layers=depth).requires_grad_(False)
         with simulated.machine() as gpu:
             return total(run(gpu.put(model), chosen, worker, gpu.put(given), gpu).steps[0].launches)
 
-    packing, bare = Recipe("stages", fingerprint.PAGES[name]), get_recipe("none")
+    (stage,) = fingerprint.PAGES[name]
+    stage = replace(stage, options={**stage.options, "visual_only": visual_only})
+    packing, bare = Recipe("stages", (stage,)), get_recipe("none")
     # the first run of all copies rotations to the device
     few, many = ([launched(chosen, depth) for chosen in (packing, bare)] for depth in (4, 8))
     assert 0 < (many[0] - many[1] - few[0] + few[1]) / 4 <= PACKED[name]

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from ..launch import run
-from .naive import Compacted, compact_definition
+from .naive import Compacted, Plan, compact_definition, compact_plan
 from .triton import compact_kernel
 
 
 def compact(
     keys: Tensor,
     values: Tensor,
-    kept: Tensor,
+    kept: Tensor | Plan,
     *,
     owner: Tensor | None = None,
     weight: Tensor | None = None,
@@ -25,7 +25,7 @@ def compact(
     ----------
     keys, values : ``[B, H, K, D]`` and ``[B, H, K, Dv]``.
     kept : ``[B, H, K]`` bool; or ``[B, H, m]`` whole numbers, the kept slots of each head in ascending order, -1 at the
-        ends of short lists.
+        ends of short lists; or what :func:`.compact_plan` made of them.
     owner : ``[B, H, K]`` long, the kept slot that each slot flows into; -1 for those that are dropped. A kept slot is not
         in its own sum unless it owns itself. By default kept slots hold themselves and nothing else.
     weight : ``[B, H, K]`` float32, the factor of each slot in the sum it flows into; by default 1. Sums are in float32, in
@@ -43,7 +43,7 @@ def compact(
         If shapes or types do not fit.
     """
     _check(keys, values, kept, owner, weight)
-    if kept.dtype != torch.bool:
+    if isinstance(kept, Tensor) and kept.dtype != torch.bool:
         # one column more takes the ends of short lists
         found = torch.zeros(*keys.shape[:2], keys.shape[2] + 1, dtype=torch.bool, device=kept.device)
         kept = found.scatter_(2, kept.long() % (keys.shape[2] + 1), True)[..., :-1]
@@ -56,7 +56,7 @@ def compact_cost(total: int, members: int, width: int, bytes_each: int) -> tuple
     return bytes_each * width * (members + total) + members * (8 + 4) + 8 * (total + 1), 2 * members * width
 
 
-def _check(keys: Tensor, values: Tensor, kept: Tensor, owner: Tensor | None, weight: Tensor | None) -> None:
+def _check(keys: Tensor, values: Tensor, kept: Tensor | Plan, owner: Tensor | None, weight: Tensor | None) -> None:
     if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
         raise ValueError(
             f"compact takes keys [B, H, K, D] and values [B, H, K, Dv], not {tuple(keys.shape)} and {tuple(values.shape)}."
@@ -66,6 +66,13 @@ def _check(keys: Tensor, values: Tensor, kept: Tensor, owner: Tensor | None, wei
             f"compact takes keys and values of one type, of 16, 32 or 64 bits, not {keys.dtype} and {values.dtype}."
         )
     shape = tuple(keys.shape[:3])
+    if isinstance(kept, Plan):
+        if kept.lengths.shape != keys.shape[:2] or owner is not None or weight is not None:
+            raise ValueError(
+                f"compact takes a plan of {list(keys.shape[:2])} rows and heads without owner and weight, not of "
+                f"{list(kept.lengths.shape)}."
+            )
+        return
     fits = tuple(kept.shape) == shape if kept.dtype == torch.bool else tuple(kept.shape[:-1]) == shape[:2]
     if kept.is_floating_point() or kept.dim() != 3 or not fits:
         raise ValueError(
@@ -79,4 +86,4 @@ def _check(keys: Tensor, values: Tensor, kept: Tensor, owner: Tensor | None, wei
         )
 
 
-__all__ = ["Compacted", "compact", "compact_cost", "compact_definition", "compact_kernel"]
+__all__ = ["Compacted", "Plan", "compact", "compact_cost", "compact_definition", "compact_kernel", "compact_plan"]

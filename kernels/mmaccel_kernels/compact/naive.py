@@ -16,10 +16,31 @@ class Compacted(NamedTuple):
     lengths: Tensor
 
 
+class Plan(NamedTuple):
+    """How a number of kept slots are gathered, made once for keys and values of several layers.
+
+    source : ``[total + 1]`` long, the slot of every output, counted over all heads and rows of the batch. begin : ``[total +
+    1]`` long, 0 to ``total``. lengths : ``[B, H]`` long, how many every head keeps. total : the same in all.
+    """
+
+    source: Tensor
+    begin: Tensor
+    lengths: Tensor
+    total: int
+
+
+def compact_plan(kept: Tensor, total: int) -> Plan:
+    """The plan of ``kept [B, H, K]`` bool, of which ``total`` are true; nothing waits for the device."""
+    return Plan(*plan(kept, None, total), kept.sum(-1), total)
+
+
 def compact_definition(
-    keys: Tensor, values: Tensor, kept: Tensor, owner: Tensor | None, weight: Tensor | None, total: int | None
+    keys: Tensor, values: Tensor, kept: Tensor | Plan, owner: Tensor | None, weight: Tensor | None, total: int | None
 ) -> Compacted:
     """:func:`.compact` in plain torch."""
+    if isinstance(kept, Plan):
+        source = kept.source[: kept.total]
+        return Compacted(keys.flatten(0, 2)[source], values.flatten(0, 2)[source], kept.lengths)
     if owner is None:
         if total is None:
             return Compacted(keys[kept], values[kept], kept.sum(-1))

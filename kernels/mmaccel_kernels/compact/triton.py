@@ -6,23 +6,25 @@ from torch import Tensor
 
 from .._triton import jit, tl, triton
 from ..launch import enqueue
-from .naive import Compacted, plan
+from .naive import Compacted, Plan, compact_plan, plan
 
 #: output rows, and channels at a time, of one program
 TILE = {"BLOCK": 16, "BLOCK_D": 128}
 
 
 def compact_kernel(
-    keys: Tensor, values: Tensor, kept: Tensor, owner: Tensor | None, weight: Tensor | None, total: int | None
+    keys: Tensor, values: Tensor, kept: Tensor | Plan, owner: Tensor | None, weight: Tensor | None, total: int | None
 ) -> Compacted:
     """:func:`.compact` in one launch."""
-    total = int(kept.sum()) if total is None else total
+    if not isinstance(kept, Plan):
+        total = int(kept.sum()) if total is None else total
+        kept = compact_plan(kept, total) if owner is None else Plan(*plan(kept, owner, total), kept.sum(-1), total)
+    source, begin, lengths, total = kept
     # rows may lie anywhere, with room behind those of a head; only their channels lie together
     keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (keys, values))
-    out = Compacted(keys.new_empty(total, keys.shape[-1]), values.new_empty(total, values.shape[-1]), kept.sum(-1))
+    out = Compacted(keys.new_empty(total, keys.shape[-1]), values.new_empty(total, values.shape[-1]), lengths)
     if total == 0:
         return out
-    source, begin = plan(kept, owner, total)
     factor = keys if weight is None else weight.contiguous()
     enqueue(
         _compact, (triton.cdiv(total, TILE["BLOCK"]),),
