@@ -428,7 +428,12 @@ def merged(reports: list[dict[str, Any]]) -> dict[str, Any]:
                     "runs": used,
                 }
                 break
-    return {**reports[0], "runs": runs, "rows": rows, "refused": {}}
+    # one run may have been merged under several reports, and another answers nothing that is left
+    kept = [run for number, run in enumerate(runs) if any(number in row["runs"] for row in rows.values())]
+    kept = [run for number, run in enumerate(kept) if run not in kept[:number]]
+    for row in rows.values():
+        row["runs"] = list(dict.fromkeys(kept.index(runs[number]) for number in row["runs"]))
+    return {**reports[0], "runs": kept, "rows": rows, "refused": {}}
 
 
 def run_line(found: dict[str, Any]) -> str:

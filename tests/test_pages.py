@@ -327,6 +327,8 @@ def test_reports_are_merged_row_by_row() -> None:
     }
     assert [found["rows"][title]["runs"] for title in kinds] == [[0, 1], [0, 1], [2]]
     assert bench.merged([bench.merged([gpu, rest]), cpu]) == found
+    # runs that answer nothing are not named, and none is named twice
+    assert bench.merged([found, gpu, one("idle", kivi={"number": (3, 3)})]) == found
     text = bench.table(found)
     assert "| `fp8` |  | 72.2% of 18" in text and all(
         f"`{name}`, 2026-01-01, bfloat16, {name}," in text for name in ("gpu", "rest", "cpu")
