@@ -40,7 +40,7 @@ class LatentLayer(QuantisedLayer):
         return latents, self._turned(turned)
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
-        """What absorbed queries read: both parts as keys, and the latents as values."""
+        """Both parts, which absorbed queries read as keys, and the latents, which they read as values."""
         latents, turned = self.latents()
         return torch.cat([latents, turned], dim=3), latents
 

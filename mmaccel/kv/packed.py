@@ -22,7 +22,7 @@ from .shared_prefix import SharedPrefix
 
 @dataclass(frozen=True)
 class Moves:
-    """Where the tokens in full precision of a layer go, of which some are packed: what is ``taken``, and what is ``left``."""
+    """Places of the tokens in full precision of a layer, some of which are packed (``taken``) and the others ``left``."""
 
     taken: Selection
     left: Selection
@@ -57,7 +57,7 @@ class SharedPacking:
     def moves_of(
         self, layer: QuantisedLayer, group: TokenGroup, eligible: Eligible, packable: Tensor, valid: Tensor | None
     ) -> Moves:
-        """Where the tokens of a layer go, of which the first ``packable [B, 1 or Hkv]`` long on the CPU are packed; ``valid``
+        """Places of the tokens of a layer, of which the first ``packable [B, 1 or Hkv]`` long on the CPU are packed; ``valid``
         is :meth:`QuantisedLayer.eligible_slots`, where it is known."""
         index = layer.index
         at = id(index), group.number, layer.keys.shape[1], tuple(packable.flatten().tolist())

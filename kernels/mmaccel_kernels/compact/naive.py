@@ -17,7 +17,7 @@ class Compacted(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a number of kept slots are gathered, made once for keys and values of several layers.
+    """The places from which a number of kept slots are gathered, made once for keys and values of several layers.
 
     source : ``[total + 1]`` long, the slot of every output, counted over all heads and rows of the batch. begin : ``[total +
     1]`` long, 0 to ``total``. lengths : ``[B, H]`` long, how many every head keeps. total : the same in all.

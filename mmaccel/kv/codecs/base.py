@@ -125,12 +125,12 @@ class Codec(Method):
 
     @property
     def window(self) -> int | None:
-        """How many of the last queries of a forward the codec looks at; None for all."""
+        """The number of last queries of a forward that the codec looks at; None for all."""
         return 0
 
     def energy(self, queries: Tensor, valid: Tensor, heads: int) -> Tensor:
-        """What it makes of these queries for each of ``heads`` key heads, ``[B, Hkv, D]`` float32; by default the mean square
-        of every channel.
+        """The weight of every channel by these queries, of each of ``heads`` key heads, ``[B, Hkv, D]`` float32; by default the
+        mean square.
 
         Parameters
         ----------
