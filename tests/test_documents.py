@@ -293,7 +293,8 @@ def test_figures_reach_the_pages() -> None:
 def test_pages_say_what_both_grounds_say() -> None:
     """Small models and a real language model: figures of their files, or that there are none."""
     rows = method_pages.record("pages")["rows"]
-    right = [kind["right"] for kind in rows["kvpress snapkv:0.1"]["kinds"].values()]
+    pairs = [(kind["right"], kind["asked"]) for kind in rows["kvpress snapkv:0.1"]["kinds"].values()]
+    right, asked = (sum(pair[which] for pair in pairs) for which in (0, 1))
     small, real = method_pages.accuracy("snapkv").split("### A real language model\n\n")
     same = method_pages.record("answers-pictures-deep")["rows"]["snapkv:0.1"]["kept"]
     assert f"| one picture | mini-llava-deep | 10% | {sum(same) / len(same):.1%} | {len(same)} |" in small
@@ -304,8 +305,8 @@ def test_pages_say_what_both_grounds_say() -> None:
     lines = [line.split(" | ") for line in method_pages.pages_read("snapkv").splitlines() if line.startswith("| ")]
     at = lines[0].index("kvpress snapkv 10% |")
     assert [line[at].removesuffix(" |") for line in lines[1:]] == [
-        f"{sum(right) / 36:.1%} of 36",
-        *(f"{count} of 4" for count in right),
+        f"{right / asked:.1%} of {asked}",
+        *(f"{count} of {of}" for count, of in pairs),
     ]
     assert real.startswith("**snapkv at 25% was right in") and "**document at 10% kept" in method_pages.accuracy(
         "document"
