@@ -118,12 +118,13 @@ MERGING = tuple(family for family in zoo.FAMILIES if adapter(family).closed is a
 def replayer(family: str, **overrides: Any) -> Any:
     """The same model with the replay's attention in its text model."""
     model = zoo.model(family, **overrides)
+    known = family_of(model)
     model.set_attn_implementation({"text_config": "laws_replay"})
-    for number in adapter(family).recurrent:
-        net = family_of(model).net_in(number)
+    for number in known.recurrent:
+        net = known.net_in(number)
         net.forward = functools.partial(run_over, net, net.forward)
-    for layer in family_of(model).indexed:
-        attention = family_of(model).attention_in(layer)
+    for layer in known.indexed:
+        attention = known.attention_in(layer)
         if attention.indexer is None:
             continue
         before = functools.partial(show, functools.partial(getattr, attention, "visible"))

@@ -59,7 +59,7 @@ def test_blocks_are_those_that_the_projector_joins(family: str) -> None:
     if family == "pixtral":
         assert torch.equal(blocks[:, 0], torch.arange(patches))
         return
-    projector = tiny.model.multi_modal_projector if family == "mistral3" else tiny.model.vision_projection
+    projector = tiny.model.vision_projection if family == "lighton_ocr" else tiny.model.multi_modal_projector
     seen: list[torch.Tensor] = []
     merger = projector.patch_merger
     handle = merger.merging_layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))

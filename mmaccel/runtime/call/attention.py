@@ -24,11 +24,11 @@ def text_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    indices: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention of one layer, as transformers calls it; on top of implementation ``base``."""
     call, number = current(), getattr(module, "layer_idx", None)
-    indices = options.pop("indices", None)
     if (call is None or number is None) and indices is None:
         return base_function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **options)
     query, key, value = in_attention_dtype(query, key, value)

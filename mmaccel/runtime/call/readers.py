@@ -58,10 +58,9 @@ class Attention:
     indices: Tensor | None = None
 
     @property
-    def picked(self) -> Tensor | None:
+    def picked(self) -> Tensor:
         """``[B, 1, q, K]`` bool, the keys of :attr:`indices`."""
-        if self.indices is None:
-            return None
+        assert self.indices is not None
         mask = self.indices.new_zeros(*self.indices.shape[:2], self.key.shape[2], dtype=torch.bool)
         return mask.scatter_(2, self.indices.long(), True)[:, None]
 
@@ -93,10 +92,10 @@ def reader_of(call: Call[Any]) -> Callable[[Call[Any], int, Attention], Output]:
 
 def read_given(call: Call[Any] | None, number: int | None, given: Attention) -> Output:
     """Keys and values as the model was given them."""
-    mask, picked = given.mask, given.picked
-    if mask is not None and picked is not None:
+    mask = given.mask
+    if mask is not None and given.indices is not None:
         least = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-        mask = mask.masked_fill(~picked, least)
+        mask = mask.masked_fill(~given.picked, least)
     return given.run(given.base, mask, given.scaling)
 
 
@@ -211,8 +210,8 @@ def _layer_attended(
     if visible is not None:
         # layers may be spread over devices
         visible = visible.to(query.device, non_blocking=True)
-    if (picked := given.picked) is not None:
-        visible = picked & visible_keys(forward, number, query.device)
+    if given.indices is not None:
+        visible = given.picked & visible_keys(forward, number, query.device)
     key, value = given.key, given.value
     if layer is not None and layer.latent and observed:
         key, value = in_attention_dtype(*layer.keys_and_values())
