@@ -34,7 +34,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Fill the report row by row."""
     torch.set_num_threads(options.threads)
     report: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"rows": {}}
-    report |= {
+    run = {
         "command": provenance.command("python", "benchmarks/fallback.py", arguments=sys.argv[1:]),
         "date": provenance.today(),
         "machine": f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}",
@@ -56,7 +56,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     out=options.out.with_name(f".fallback-{kind}-{recipe}.json"),
                     progress=lambda what, done, of, bar=bar: bar.update(done - bar.n),
                 )
-            report["rows"][title] = {"set": kind, **found.report}
+            report["rows"][title] = {"set": kind, **found.report, "run": run}
             write(options.out, report)
     return report
 
@@ -85,6 +85,15 @@ def table(report: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def origin(report: dict[str, Any]) -> str:
+    """Command, date, machine and versions of every run that has rows, one below the other."""
+    lines = []
+    for run in (row["run"] for row in report["rows"].values()):
+        versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
+        lines.append(f"`{run['command']}`, {run['date']}, {run['machine']}, {versions}.")
+    return "\n\n".join(dict.fromkeys(lines))
+
+
 def main() -> int:
     """Measure, write, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -96,7 +105,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON; an existing one is completed")
     parser.add_argument("--update", type=Path, help="page of the documentation that shows the table")
     options = parser.parse_args()
-    text = markdown(table(measure(options)))
+    report = measure(options)
+    text = f"{markdown(table(report))}\n\n{origin(report)}"
     print(text)
     if options.update is not None:
         put_between(options.update, "fallback", text)
