@@ -155,9 +155,10 @@ def test_small_models_stand_beside_the_real_one():
     small = {**negative.shares("answers-pictures"), **negative.shares(negative.RIGHT)}
     assert {f"{line[0][3:-1]}:{line[1]}".rstrip(":") for line in lines} == (real & set(small)) - {"none"}
     (fastv,) = (line for line in lines if line[0] == "| `fastv`")
+    right, asked = negative.counts(negative.REAL)["fastv:0.25"]
     assert (
-        fastv[2] == "78.3%"
-        and fastv[5].startswith("2.8% (")
+        fastv[2] == f"{100 * negative.shares('answers-pictures')['fastv:0.25']:.1f}%"
+        and fastv[5].startswith(f"{100 * right / asked:.1f}% (")
         and "default 0 of 8, `layer=10` 0 of 4, `layer=15`" in fastv[7]
     )
     (adakv,) = (line for line in lines if line[0] == "| `adakv`")
