@@ -102,8 +102,7 @@ def thin(config: Any, layers: int) -> Any:
         width = int(_THIN_HEAD * text.rope_parameters.get("partial_rotary_factor", 1)) // 2
         parts = [part * width // sum(sections) for part in sections]
         text.rope_parameters["mrope_section"] = [width - sum(parts[1:]), *parts[1:]]
-    if hasattr(config.vision_config, "out_hidden_size"):
-        config.vision_config.out_hidden_size = 4 * _THIN_HEAD
+    change_config(config, config.vision_config, dict.fromkeys(("out_hidden_size", "text_hidden_size"), 4 * _THIN_HEAD))
     return thin_tower(change_config(config, text, values))
 
 

@@ -39,7 +39,7 @@ from mmaccel.programs.bench.figures import Spread, changed, ratios, verdict
 from mmaccel.programs.bench.paper_claims import CLAIMS, Claim, claims_table, measured
 from mmaccel.programs.bench.run import OUT_OF_MEMORY, PARTS, Bench, Case, Stamps, Variant
 from mmaccel.programs.bench.shapes import SHAPES, build, count_parameters, skeleton
-from mmaccel.programs.bench.workloads import WORKLOADS, ModelSubject, ShapeSubject, Workload, workload
+from mmaccel.programs.bench.workloads import WORKLOADS, ModelSubject, ShapeSubject, Workload, noise, workload
 from mmaccel.runtime.call.call import Call, VisionState, pop, push
 
 pytestmark = pytest.mark.usefixtures("cheap_collections")
@@ -102,6 +102,7 @@ def test_weights_are_as_many_as_published(name):
         ("idefics3-8b", 32, 32, 8, 128, 27, 16),
         ("mistral-small-3.1-24b", 40, 32, 8, 128, 24, 16),
         ("pixtral-12b", 40, 32, 8, 128, 24, 16),
+        ("hunyuanocr-1b", 24, 16, 8, 128, 27, 16),
     ],
 )
 def test_layers_and_heads(name, layers, heads, kv_heads, head, tower_layers, tower_heads):
@@ -160,6 +161,7 @@ FAMILIES = {
     "idefics3-8b": (169, 17 * 169, None),
     "mistral-small-3.1-24b": (144, 53 * 54, None),
     "pixtral-12b": (441, 2880, None),
+    "hunyuanocr-1b": (10 * 11 + 2, 48 * 61 + 2, None),
 }
 
 
@@ -208,6 +210,29 @@ def test_patches_are_those_of_the_processor():
     found = theirs(images=[pixels[0]], return_tensors="pt")
     assert found["image_grid_thw"].tolist() == ours["image_grid_thw"].tolist()
     torch.testing.assert_close(ours["pixel_values"], found["pixel_values"], atol=1e-5, rtol=0)
+
+
+def test_patches_row_by_row_are_those_of_the_processor():
+    subject, pixels = shrunk("hunyuanocr-1b"), noise(1, 192, 128, clip=False)
+    ours = subject.inputs(Workload(pictures=1), [pixels])
+    theirs = transformers.HunYuanVLImageProcessor(image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    found = theirs(images=[pixels[0]], return_tensors="pt", do_resize=False)
+    assert found["image_grid_thw"].tolist() == ours["image_grid_thw"].tolist() == [[1, 12, 8]]
+    torch.testing.assert_close(ours["pixel_values"], found["pixel_values"], atol=1e-5, rtol=0)
+
+
+def test_a_page_is_of_letter_paper_with_lines_of_text():
+    subject, work = shrunk("qwen2.5-vl-7b"), workload("page-30")
+    pixels = subject.pixels(work)
+    assert pixels.shape == (1, 330, 255, 3)
+    dark = (pixels[0].mean(-1) < 128).any(1)
+    # blank edges of an inch, and four lines an inch, each with a gap behind it
+    assert not dark[:30].any() and not dark[-30:].any() and 30 <= (dark[1:] & ~dark[:-1]).sum() <= 40
+    visual = subject.inputs(work, [pixels])["input_ids"] == shapes.IMAGE
+    assert visual.sum() == 12 * 9
+    tiles = shrunk("internvl3-8b")
+    with pytest.raises(UnsupportedError, match="internvl reads a page in tiles; the workload tiles-2880 has them"):
+        tiles.inputs(work, [pixels])
 
 
 def test_tiles_are_those_of_the_processor(tiny):

@@ -99,7 +99,8 @@ def run(
     from ..programs.bench import shapes, workloads
 
     if shape == "list" or workload == ["list"]:
-        print("shapes: " + ", ".join(shapes.SHAPES) + "\nworkloads: " + ", ".join(workloads.WORKLOADS))
+        print("shapes: " + ", ".join(shapes.SHAPES))
+        print("workloads: " + ", ".join(workloads.WORKLOADS) + "; pictures-N and page-N, of N dots an inch, for any N")
         return 0
     if shape and which.model:
         raise MmaccelError("Give --shape or --model, not both.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ class Shape:
 
     def config(self) -> Any:
         """Its configuration."""
-        return make_config(self.values)
+        # configurations keep the tables that they are given, and some callers change theirs
+        return make_config(deepcopy(dict(self.values)))
 
 
 SHAPES: dict[str, Shape] = {

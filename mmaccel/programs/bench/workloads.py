@@ -28,6 +28,7 @@ from .shapes import END, IMAGE, START, VIDEO, WORDS, Shape
 _BEFORE, _BEHIND = 16, 32
 #: frames of a clip for each one that is shown, and frames a second
 _FRAMES_EACH, _FPS = 4, 8
+_TEXT = "the quick brown fox jumps over the lazy dog and reads what is written on a page of text".split()
 #: ids that stand for text such as "Frame 3:" in front of a frame or a tile
 _FRAME_TEXT, _TILE_TEXT = 64, 1024
 
@@ -39,12 +40,14 @@ class Workload:
     pictures : how many, square with ``side`` pixels on models as published; 0 for a clip.
     frames : how many are shown of a clip; 0 for pictures.
     tiled : whether the picture is as large as makes about 2,880 tokens, tiled where the model tiles.
+    dots : an inch of a page of 8.5 by 11 inches, which is the picture; 0 if it is none.
     """
 
     pictures: int = 0
     frames: int = 0
     side: int = 336
     tiled: bool = False
+    dots: int = 0
 
 
 WORKLOADS: dict[str, Workload] = {
@@ -58,12 +61,16 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def workload(name: str) -> Workload:
-    """A workload by name; ``pictures-N`` may have any number of them. Raises MmaccelError if there is none; the message lists
-    those that are."""
+    """A workload by name; ``pictures-N`` may have any number of them, ``page-N`` any number of dots an inch. Raises
+    MmaccelError if there is none; the message lists those that are."""
     if name not in WORKLOADS and (many := re.fullmatch(r"pictures-([1-9]\d{0,5})", name)):
         return Workload(pictures=int(many[1]))
+    if dots := re.fullmatch(r"page-([1-9]\d{1,2})", name):
+        return Workload(pictures=1, dots=int(dots[1]))
     if name not in WORKLOADS:
-        raise MmaccelError(f"There is no workload {name!r}; known are {', '.join(WORKLOADS)}.")
+        raise MmaccelError(
+            f"There is no workload {name!r}; known are {', '.join(WORKLOADS)}, and page-300 (dots an inch)."
+        )
     return WORKLOADS[name]
 
 
@@ -94,6 +101,22 @@ def noise(count: int, height: int, width: int, clip: bool) -> np.ndarray:
         return np.stack([texture() for _ in range(count)])
     scenes = [texture() for _ in range(0, count, 16)]
     return np.stack([np.roll(scenes[at // 16], (at, 2 * at), (0, 1)) for at in range(count)])
+
+
+def page(height: int, width: int, dots: int) -> np.ndarray:
+    """``[height, width, 3]`` uint8: lines of 12-point text on white, at ``dots`` an inch, an inch from every edge."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    made = Image.new("RGB", (width, height), "white")
+    draw, random = ImageDraw.Draw(made), np.random.default_rng(0)
+    font = ImageFont.load_default(dots / 6)
+    inside = width - 2 * dots
+    for top in range(dots, height - dots - dots // 4 + 1, max(1, dots // 4)):
+        line = " ".join(random.choice(_TEXT, 20))
+        while draw.textlength(line, font) > inside:
+            line = line[: line.rindex(" ")]
+        draw.text((dots, top), line, "black", font)
+    return np.array(made)
 
 
 class ClipFile:
@@ -137,6 +160,8 @@ class ModelSubject:
 
     def pixels(self, work: Workload) -> np.ndarray:
         """Pictures or frames; a tiled picture is 672 pixels wide."""
+        if work.dots:
+            return page(11 * work.dots, 17 * work.dots // 2, work.dots)[None]
         side = 2 * work.side if work.tiled else work.side
         return noise(work.frames or work.pictures, side, side, bool(work.frames))
 
@@ -218,10 +243,14 @@ class ShapeSubject:
             "idefics3": self._tiles,
             "mistral3": self._rows,
             "pixtral": self._rows,
+            "hunyuan_vl": self._raster,
         }[self.kind]
 
     def pixels(self, work: Workload) -> np.ndarray:
-        """Pictures of the size of the workload, scaled for the small shapes; tiled pictures and frames of the model's size."""
+        """Pictures of the size of the workload, scaled for the small shapes; tiled pictures and frames of the model's size;
+        pages as they are."""
+        if work.dots:
+            return page(11 * work.dots, 17 * work.dots // 2, work.dots)[None]
         side = round(work.side * self.shape.scale)
         height, width = side, side
         if work.tiled and self.shape.cell:
@@ -306,6 +335,19 @@ class ShapeSubject:
         tensors = {"pixel_values": resized(raw, *size), "image_sizes": torch.tensor([size] * len(raw))}
         return Shown(picture * len(raw), IMAGE, tensors)
 
+    def _raster(self, work: Workload, raw: Tensor) -> Shown:
+        """HunyuanOCR: sides are whole cells, patches stand row by row, and marks around a picture and behind its rows are
+        visual tokens."""
+        if work.frames:
+            raise UnsupportedError(f"{self.kind} takes no video")
+        cell, patch = self.shape.cell, self.model.config.vision_config.patch_size
+        height, width = (max(1, round(side / cell)) * cell for side in raw.shape[1:3])
+        cut = resized(raw, height, width).unfold(2, patch, patch).unfold(3, patch, patch)
+        flat = cut.permute(0, 2, 3, 1, 4, 5).reshape(-1, 3 * patch * patch)
+        grid = torch.tensor([[1, height // patch, width // patch]] * len(raw))
+        tensors = {"pixel_values": flat, "image_grid_thw": grid}
+        return Shown([(None, n) for n in self._tokens("image", tensors)], IMAGE, tensors)
+
     def _patches(self, work: Workload, raw: Tensor) -> Shown:
         """Qwen: sides are whole cells; a picture is two equal frames, and two frames share their tokens."""
         cell = self.shape.cell
@@ -334,6 +376,8 @@ class ShapeSubject:
         """InternVL, Idefics3 and SmolVLM: equal tiles, a smaller view behind them, and frames as pictures with text between."""
         if work.frames and self.kind == "idefics3":
             raise UnsupportedError("Idefics3 takes no video")
+        if work.dots:
+            raise UnsupportedError(f"{self.kind} reads a page in tiles; the workload tiles-2880 has them")
         side = self.shape.tile
         assert side is not None
         config = self.model.config

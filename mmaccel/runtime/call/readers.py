@@ -93,7 +93,8 @@ def reader_of(call: Call[Any]) -> Callable[[Call[Any], int, Attention], Output]:
 def read_given(call: Call[Any] | None, number: int | None, given: Attention) -> Output:
     """Keys and values as the model was given them."""
     mask = given.mask
-    if mask is not None and given.indices is not None:
+    if given.indices is not None:
+        assert mask is not None, "a layer with an indexer has a mask"
         least = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
         mask = mask.masked_fill(~given.picked, least)
     return given.run(given.base, mask, given.scaling)
