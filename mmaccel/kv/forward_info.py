@@ -67,12 +67,14 @@ class ForwardInfo:
     phases : which tokens are left from which layer on, the first from layer 0.
     reads : what layers read in this forward from which one on, if not everything, rising.
     where_parked : layers in host memory that are read there, since this forward reads few of their keys.
+    by_heads : whether nothing but attention looks at keys, so that layers in host memory may be read some heads at a time.
     weights, first_weights : what is added to the logits of keys, see :class:`.places.Places`.
     merged : the keys that others were merged into, whose number is added to their logits, too; None where there are none.
     by_distance : whether a factor of distance is added, too (:mod:`.distance`).
     rotations : cosines and sines ``[1 or B, q, D]`` of the tokens that enter the layers, and a function that returns those of
         tokens before them, where codecs need them (:mod:`.key_bias`).
     expected_new_tokens : how many tokens may follow these at most, where that is known; no room is made for more.
+    following : how many of them come for certain, with nothing evicted before; room for all is made at once.
     """
 
     seen: int
@@ -81,11 +83,13 @@ class ForwardInfo:
     phases: list[tuple[int, Phase]] = field(default_factory=list)
     reads: list[tuple[int, SparseRead | None]] = field(default_factory=list)
     where_parked: Collection[int] = ()
+    by_heads: bool = False
     weights: Tensor | None = None
     first_weights: Tensor | None = None
     merged: MergedKeys | None = None
     by_distance: bool = False
     expected_new_tokens: int | None = None
+    following: int = 0
     rotations: tuple[Tensor, Tensor, Earlier] | None = None
 
     def phase(self, layer: int) -> Phase:

@@ -9,9 +9,9 @@ SHARE, LEAST = 32, 8
 ROOM = "mmaccel_room"
 
 
-def append(stored: Tensor, new: Tensor, dim: int, expected_new_tokens: int | None = None) -> Tensor:
+def append(stored: Tensor, new: Tensor, dim: int, expected_new_tokens: int | None = None, following: int = 0) -> Tensor:
     """``torch.cat([stored, new], dim)``, written behind ``stored`` where there is room; else copied, with room behind it for
-    some more, ``expected_new_tokens`` at most where that is known.
+    the tokens ``following`` and some more, ``expected_new_tokens`` together at most where that is known.
 
     Returns a view of a larger tensor, the only one that may be appended to in place: nothing that ``stored`` or another view
     shows changes. Appending to ``stored`` once more copies, and so does appending with gradients.
@@ -23,7 +23,7 @@ def append(stored: Tensor, new: Tensor, dim: int, expected_new_tokens: int | Non
     # not by :func:`claimed`: a step is here twice a layer
     room = stored.__dict__.pop(ROOM, None)
     if room is None or room.shape[dim] < length + more or _is_frozen(room):
-        spare = spare_room(length + more, expected_new_tokens)
+        spare = spare_room(length + more, expected_new_tokens, following)
         room = new.new_empty([n + length + spare if axis == dim else n for axis, n in enumerate(new.shape)])
         grown = torch.cat([stored, new], dim=dim, out=room.narrow(dim, 0, length + more))
     else:
@@ -40,9 +40,10 @@ def claimed(stored: Tensor, dim: int, length: int) -> Tensor | None:
     return None if room is None or room.shape[dim] < length or _is_frozen(room) else room
 
 
-def spare_room(length: int, expected_new_tokens: int | None) -> int:
-    """Places of room behind ``length`` tokens, at most ``expected_new_tokens`` where that is known."""
-    spare = max(LEAST, length // SHARE)
+def spare_room(length: int, expected_new_tokens: int | None, following: int = 0) -> int:
+    """Places of room behind ``length`` tokens: for the tokens ``following``, which come for certain, and for some more, at most
+    ``expected_new_tokens`` together where that is known."""
+    spare = following + max(LEAST, (length + following) // SHARE)
     return spare if expected_new_tokens is None else min(spare, expected_new_tokens)
 
 

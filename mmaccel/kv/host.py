@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MmaccelError, UnsupportedError
-from .growable import claimed, room_of, shown, spare_room
+from .growable import ROOM, claimed, room_of, shown, spare_room
 
 #: of a parked tensor its buffer, a tensor of the CPU; of a copy on the device the parked tensor
 _BUFFER, _PARKED = "mmaccel_buffer", "mmaccel_parked"
@@ -132,7 +132,7 @@ class HostStore:
         """Start to copy a layer to its device, beside the work there; returns how many bytes."""
         if layer.number in self._arriving or not layer.is_initialized:
             return 0
-        stream, made, before = self._beside(layer.keys.device), _Arriving({}), self.moved.fetched
+        stream, made, before = self.beside(layer.keys.device), _Arriving({}), self.moved.fetched
 
         def copy(x: Tensor, dim: int) -> Tensor:
             if (buffer := buffer_of(x)) is not None:
@@ -149,7 +149,7 @@ class HostStore:
         """Let a layer have its tensors on its device; those that are on their way are waited for there."""
         made = self._arriving.pop(layer.number, None)
         if made is not None:
-            _wait(made.event, layer.keys.device)
+            wait_for(made.event, layer.keys.device)
 
         def take(x: Tensor, dim: int) -> Tensor:
             if made is not None and id(x) in made.copies:
@@ -162,21 +162,30 @@ class HostStore:
     def _copy(self, x: Tensor, buffer: Tensor, dim: int, stream: Any) -> Tensor:
         # memory of the stream that reads it, whichever writes it
         room = torch.empty(buffer.shape, dtype=x.dtype, device=x.device)
-        with _on(stream):
-            room.copy_(buffer, non_blocking=True)
+        parts, length = [(room, buffer)], x.shape[dim]
+        if buffer.shape[dim] > length + spare_room(length, None):
+            # much of the room is empty yet; each part is contiguous, as a copy that nobody waits for has to be
+            axis = dim % x.dim()
+            parts = [
+                (to[:length], of[:length])
+                for to, of in zip(*(each.reshape(-1, *each.shape[axis:]) for each in (room, buffer)), strict=True)
+            ]
+        with on_stream(stream):
+            for to, of in parts:
+                to.copy_(of, non_blocking=True)
+                self.moved.fetched += of.nbytes
         vars(room)[_PARKED] = x
-        self.moved.fetched += buffer.nbytes
-        return shown(room, dim, x.shape[dim])
+        return shown(room, dim, length)
 
     # --- to the host ----------------------------------------------------------------------------------------------
     @torch.no_grad()
-    def park(self, layer: Movable, expected_new_tokens: int | None = None) -> None:
-        """Let a layer have its tensors in host memory, with room for some ``expected_new_tokens``, see
+    def park(self, layer: Movable, expected_new_tokens: int | None = None, following: int = 0) -> None:
+        """Let a layer have its tensors in host memory, with room for some ``expected_new_tokens`` and those ``following``, see
         :func:`.growable.append`. Of what was copied to the device only what is new is written."""
         if not layer.is_initialized:
             return
         leaving, self._leaving = self._leaving, []
-        stream = self._beside(layer.keys.device)
+        stream = self.beside(layer.keys.device)
 
         def put(x: Tensor, dim: int) -> Tensor:
             if not x.numel() or buffer_of(x) is not None:
@@ -190,7 +199,9 @@ class HostStore:
                 room.narrow(dim, length, new.shape[dim]).copy_(new)
                 self.moved.written += new.nbytes
                 return _marked(room, dim, x.shape[dim])
-            return self._write(x, dim, expected_new_tokens, stream)
+            # what is packed, and heads that store different counts, grow behind what is here
+            spare = spare_room(x.shape[dim], expected_new_tokens, following) if dim < 0 else 0
+            return self._write(x, dim, spare, stream)
 
         layer.move(put)
         # work that follows may overwrite what the copies before these have read
@@ -199,12 +210,22 @@ class HostStore:
             # and, when layers are not attending, read what has been parked
             self.attended()
 
-    def _write(self, x: Tensor, dim: int, expected_new_tokens: int | None, stream: Any) -> Tensor:
+    def make_room(self, layer: Movable, new: int, expected_new_tokens: int | None, following: int) -> None:
+        """Give a parked layer, to which ``new`` tokens are written where it is, room for them; see :meth:`park`."""
+
+        def grown(x: Tensor, dim: int) -> Tensor:
+            room = vars(x).get(ROOM)
+            if room is not None and room.shape[dim] >= x.shape[dim] + new:
+                return x
+            return self._write(x, dim, new + spare_room(x.shape[dim] + new, expected_new_tokens, following), None)
+
+        layer.move(grown)
+
+    def _write(self, x: Tensor, dim: int, spare: int, stream: Any) -> Tensor:
         length, shape = x.shape[dim], list(x.shape)
-        # what is packed, and heads that store different counts, grow behind what is here
-        shape[dim] += spare_room(length, expected_new_tokens) if dim < 0 else 0
+        shape[dim] += spare
         room = allocate(shape, x.dtype, x.device)
-        with _on(stream):
+        with on_stream(stream):
             room.narrow(dim, 0, length).copy_(x, non_blocking=True)
         self._leaving.append((x, stream and stream.record_event()))
         self.moved.written += x.nbytes
@@ -225,16 +246,16 @@ class HostStore:
         self.attended()
         for made in self._arriving.values():
             for x, _ in made.copies.values():
-                _wait(made.event, x.device)
+                wait_for(made.event, x.device)
         # streams can be neither copied nor saved, and cost nothing
         self._arriving, self._streams = {}, {}
 
     @staticmethod
     def _let_go(leaving: list[tuple[Tensor, Any]]) -> None:
         for x, event in leaving:
-            _wait(event, x.device)
+            wait_for(event, x.device)
 
-    def _beside(self, device: torch.device) -> Any:
+    def beside(self, device: torch.device) -> Any:
         """The stream of the copies of a device, which waits for the work there up to now; None on a CPU."""
         if device.type == "cpu":
             return None
@@ -245,11 +266,12 @@ class HostStore:
         return stream
 
 
-def _on(stream: Any) -> AbstractContextManager[Any]:
+def on_stream(stream: Any) -> AbstractContextManager[Any]:
+    """Work of a stream, see :meth:`HostStore.beside`."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def _wait(event: Any, device: torch.device) -> None:
+def wait_for(event: Any, device: torch.device) -> None:
     """Let the device wait for an event; the host does not."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)

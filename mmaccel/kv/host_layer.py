@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from ..core.transformers_api import DynamicLayer
+from .head_groups import heads_at_once
 from .index import KeyIndex
+from .packed_keys import PackedKeys
 from .ragged import Ragged
 from .shared import Shared
 from .shared_prefix import SharedPrefix
@@ -22,6 +24,7 @@ class HostLayer(DynamicLayer):
     values: Any
     #: whether it stores a latent and a part with RoPE of every token, in place of its keys and values
     latent = False
+    packed: PackedKeys
     #: channels of the key that an indexer has of every token, which stands behind its value; 0 without one
     indexer = 0
 
@@ -47,8 +50,26 @@ class HostLayer(DynamicLayer):
     def fetch(self) -> None:
         """Have keys and values on the device, if they are in host memory and this forward reads all of them."""
         host, incoming = self.shared.host, self.shared.incoming
-        if host is not None and not (incoming is not None and self.number in incoming.where_parked):
+        if host is None or (incoming is not None and self.number in incoming.where_parked):
+            return
+        if self.heads_at_once is None:
             host.fetch(self)
+
+    def room_on_device(self, new: int, expected_new_tokens: int | None, following: int) -> int:
+        """Have keys and values where ``new`` tokens are stored behind them; returns for how many of those ``following`` they
+        need room there. Layers in host memory have it in their buffers."""
+        if self.shared.host is None:
+            return following
+        self.fetch()
+        if self.heads_at_once is not None:
+            self.shared.host.make_room(self, new, expected_new_tokens, following)
+        return 0
+
+    @property
+    def heads_at_once(self) -> int | None:
+        """Number of heads that this forward reads together from host memory; None where it reads the whole layer."""
+        incoming = self.shared.incoming
+        return heads_at_once(self) if incoming is not None and incoming.by_heads else None
 
     def move(self, moved: Callable[[Tensor, int], Tensor]) -> None:
         """Replace every tensor of keys and values by what ``moved(x, dim)`` returns, which shows the same; ``x`` grows along

@@ -154,10 +154,9 @@ class CompressedLayer(HostLayer):
         key_states, value_states = in_attention_dtype(*given)
         if self.shared.static_view is not None:
             return self.shared.static_view.layers[self.number].write(key_states, value_states)
-        if self.shared.host is not None:
-            self.fetch()
         incoming, new = self.shared.incoming, key_states.shape[-2]
-        expected_new_tokens = None if incoming is None else incoming.expected_new_tokens
+        expected, following = (None, 0) if incoming is None else (incoming.expected_new_tokens, incoming.following)
+        following = self.room_on_device(new, expected, following)
         self._note(incoming, key_states.shape[0], new, key_states.device)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -170,8 +169,8 @@ class CompressedLayer(HostLayer):
             self.keys, self.values = self.keys.to(dtype), self.values.to(dtype)
             self.ragged = self.ragged and self.ragged.to(dtype)
             self.prefix = self.prefix and self.prefix.to(dtype)
-        self.keys = append(self.keys, key_states, -2, expected_new_tokens)
-        self.values = append(self.values, value_states, -2, expected_new_tokens)
+        self.keys = append(self.keys, key_states, -2, expected, following)
+        self.values = append(self.values, value_states, -2, expected, following)
         if incoming is None:
             return self.stored()
         if reads_as_stored(self, incoming, key_states):

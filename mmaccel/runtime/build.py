@@ -380,10 +380,13 @@ def make_runs(call: Call[ModelPlan], forward: Forward) -> Iterator[Run]:
         runs = _runs_of_prompt(call, forward)
     elif isinstance(forward, Continuation):
         runs = _runs_behind(call, forward)
+    alone = True
     for run in runs:
         policy = run if isinstance(run, CachePolicy) else policy
+        alone &= not run.sees_attention
         yield run
     if fetch is not None:
+        fetch.by_heads = alone
         yield ParkKeys(fetch, policy, call.expected.after(forward.seen + forward.length))
 
 

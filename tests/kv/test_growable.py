@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from laws.helpers import generate, inputs, model, recipe_of, text_model
 from torch import Tensor
 from transformers import MaxLengthCriteria, StoppingCriteriaList
 
-from mmaccel import accelerated
-from mmaccel.kv.growable import LEAST, SHARE, append, put, shown, trimmed
+from mmaccel import accelerated, get_recipe
+from mmaccel.kv import layer as cache_layer
+from mmaccel.kv.growable import LEAST, SHARE, append, put, room_of, shown, trimmed
 
 SHAPE = (2, 3, 5, 4)
 
@@ -164,6 +166,64 @@ def test_room_is_made_for_what_is_to_come_and_given_back(made: int, allowed: int
     for layer in kept.layers:
         for x in (layer.keys, layer.values, layer.index.index):
             assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
+
+
+def chunked(recipe: str, kind: str, chunk: int, offload: str | None, monkeypatch: pytest.MonkeyPatch) -> Chunked:
+    """The copies that a prompt in chunks makes of what is stored."""
+    tiny, found = model("llava"), Chunked()
+
+    def counted(stored: Tensor, new: Tensor, dim: int, *given: Any) -> Tensor:
+        before, grown = stored.untyped_storage().data_ptr(), append(stored, new, dim, *given)
+        moved = grown.untyped_storage().data_ptr() != before
+        found.copied += stored.nbytes if moved else 0
+        found.widest = max(found.widest, room_of(grown).shape[dim])
+        return grown
+
+    monkeypatch.setattr(cache_layer, "append", counted)
+    chosen = get_recipe("none") if recipe == "none" else recipe_of(recipe)
+    with accelerated(tiny, chosen, chunk=chunk, offload=offload):
+        layers = tiny(**inputs("llava", kind), use_cache=True).past_key_values.layers
+        found.figures = tiny.mmaccel.stats()
+    found.stored = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    found.width = layers[0].keys.shape[2]
+    return found
+
+
+@dataclasses.dataclass
+class Chunked:
+    """copied : bytes of stored keys and values. stored : what the cache holds in the end. width, widest : its slots, and those
+    that there was room for at any time."""
+
+    copied: int = 0
+    stored: int = 0
+    width: int = 0
+    widest: int = 0
+    figures: Any = None
+
+
+@pytest.mark.parametrize("offload", [None, "host"])
+@pytest.mark.parametrize("kind", ["images", "uneven"])
+# by choice: all keys, fewer, packed when the prompt ends, and read in part
+@pytest.mark.parametrize("recipe", ["none", "divprune", "kivi", "quest"])
+def test_a_prompt_in_chunks_has_its_room_at_once(recipe: str, kind: str, offload: Any, monkeypatch: Any) -> None:
+    """No chunk copies the keys of those before it, and the room is no larger than that of the whole prompt."""
+    whole, pieces = (chunked(recipe, kind, chunk, offload, monkeypatch) for chunk in (10**6, 7))
+    assert pieces.figures["notes"] and pieces.stored == whole.stored > 0
+    assert pieces.copied == whole.copied == 0
+    if not offload:
+        assert pieces.widest == whole.widest
+    else:
+        assert pieces.widest <= pieces.width + LEAST
+        # what a chunk adds is written once; what is fetched are keys, and no empty room
+        assert pieces.figures.offload["written"] == whole.figures.offload["written"] == pieces.stored
+        chunks = -(-pieces.width // 7)
+        assert pieces.figures.offload["fetched"] <= pieces.stored * (chunks + 1) / 2
+
+
+@pytest.mark.parametrize("offload", [None, "host"])
+def test_a_policy_that_evicts_between_chunks_has_no_room_for_all(offload: Any, monkeypatch: Any) -> None:
+    whole, pieces = (chunked("snapkv", "images", chunk, offload, monkeypatch) for chunk in (10**6, 7))
+    assert pieces.copied > 0 and pieces.widest <= pieces.width + 7 + LEAST < whole.widest
 
 
 @pytest.mark.parametrize("recipe", ["divprune", "adakv"])

@@ -7,6 +7,8 @@ evictions while decoding, codecs, drafts, and caches that are cropped, selected 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import weakref
 from typing import Any
 
 import oracle
@@ -15,12 +17,12 @@ import simulated
 import synthetic
 import torch
 import zoo
-from laws.helpers import FAMILIES, cache, follow, generate, inputs, logits, model, recipe_of
+from laws.helpers import FAMILIES, cache, follow, gap, generate, inputs, logits, model, recipe_of
 from laws.test_bytes import held
 from torch import Tensor
 
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerate_vlm, accelerated, get_recipe, prepare
-from mmaccel.kv import host
+from mmaccel.kv import head_groups, host
 from mmaccel.kv.host import buffer_of
 from mmaccel.method import ReadingPolicy
 
@@ -146,6 +148,86 @@ def test_a_cache_goes_on_without() -> None:
     same(found[1], found[0])
     same(found[2], found[0])
     assert in_host_memory(found[2].past_key_values.mmaccel)
+
+
+# ------------------------------------------------------------------------------------------------ some heads at a time
+
+#: nothing but attention looks at the keys of a step; and two forms that are fetched whole
+GROUPED = ("none", "divprune", "snapkv", "kivi", "dycoke-cache")  # by choice: forms
+
+
+@pytest.mark.square(
+    ("family", "name"),
+    [(family, name) for family in FAMILIES for name in GROUPED if name == "none" or oracle.fits(name, family)],
+    of="pairs",
+)
+@pytest.mark.square("kind", ("image", "uneven"))
+@pytest.mark.square("chunk", (None, 7))
+def test_groups_of_heads_are_read_as_the_whole_layer(
+    family: str, name: str, kind: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, feed = model(family), inputs(family, kind)
+    words, turns = inputs(family, "text", batch=len(feed["input_ids"])), []
+    for group in (1 << 40, 1):
+        monkeypatch.setattr(head_groups, "GROUP", group)
+        with accelerated(tiny, made(name, family), processor=zoo.processor(family), offload="host", chunk=chunk):
+            first = generate(tiny, feed, new=18)
+            kept = copy.deepcopy(first)
+            second = generate(tiny, follow(feed, first, words)[0], past_key_values=first.past_key_values)
+            turns.append((kept, second))
+    for whole, grouped in zip(*turns, strict=True):
+        assert torch.equal(grouped.sequences, whole.sequences)
+        # a merge by vectors rounds the elements at their ends otherwise
+        assert gap(logits(grouped), logits(whole)) < 1e-4
+        assert in_host_memory(grouped.past_key_values.mmaccel)
+    if chunk is None:
+        # of steps behind a prompt no bit
+        same(turns[1][0], turns[0][0])
+
+
+class Alive:
+    """The most bytes of groups of heads that were on the device together, and the largest group."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.most = self.group = self.count = 0
+        copied, groups = head_groups.HeadStore._copied, weakref.WeakSet[Any]()
+
+        def watched(store: Any, layer: Any, heads: slice) -> Any:
+            made = copied(store, layer, heads)
+            for copy_ in made.copies:
+                groups.add(held := _Held(copy_.nbytes))
+                vars(copy_)["held"] = held
+            self.count += 1
+            self.group = max(self.group, sum(x.nbytes for x in made.copies))
+            self.most = max(self.most, sum(held.nbytes for held in groups))
+            return made
+
+        monkeypatch.setattr(head_groups.HeadStore, "_copied", watched)
+
+
+@dataclasses.dataclass(eq=False)
+class _Held:
+    nbytes: int
+
+
+@pytest.mark.parametrize("name", ["none", "divprune"])
+def test_no_more_than_two_groups_are_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits no more often, copies run beside the work, and no attention reads host memory where it is."""
+    (whole, _) = moved(name, 4)
+    monkeypatch.setattr(head_groups, "GROUP", 1)
+    alive = Alive(monkeypatch)
+    counts, figures = moved(name, 4)
+    heads = zoo.model("llava").config.text_config.num_key_value_heads
+    # the prompt parks its keys; each of three steps reads each head of four layers
+    assert alive.count == 3 * 4 * heads and heads > 1
+    assert alive.most == 2 * alive.group and alive.group < 1.5 * figures.offload["host"] / 4 / heads
+    assert figures.offload["fetched"] == sum(step.moved["to device", "side"] for step in counts)
+    for less, more in zip(whole, counts, strict=True):
+        assert sum(more.waits.values()) == sum(less.waits.values()), more.waits - less.waits
+    for step in counts[1:]:
+        assert not [what for what, _ in step.remote if what == "scaled_dot_product_attention"]
+    # the first group of each layer but the first is copied before the layer attends
+    assert figures.offload["ahead"] == pytest.approx(figures.offload["fetched"] * 3 / 4 / heads, rel=0.02)
 
 
 # ---------------------------------------------------------------------------------------------------- what is moved

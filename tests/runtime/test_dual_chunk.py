@@ -8,12 +8,19 @@ import pytest
 import torch
 import zoo
 from laws import oracle
+from laws.helpers import FAMILIES
+from tail import few
 from torch import Tensor
 
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerate_vlm, accelerated
+from mmaccel.accelerate.positions import check_positions
 from mmaccel.method.registry import get_method
+from mmaccel.runtime.cache.dual_chunk import dual_chunk_attention
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
+
+#: the axes of M-RoPE one behind the other, and interleaved
+AXES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # by choice: both orders
 
 
 def of(size: int, window: int, *others: Stage) -> Recipe:
@@ -59,6 +66,36 @@ def test_a_prompt_about_as_long_as_a_chunk_is_the_bare_model(family: str, more: 
     oracle.close(got, logits_of(oracle.bare(family), feed, forced))
 
 
+def test_it_is_the_definition_pair_by_pair() -> None:
+    """Each pair of a query and a key at the positions of the paper, turned by RoPE as it is written down."""
+    text, random, (size, window) = oracle.adapter("llava").text, torch.Generator().manual_seed(0), (9, 2)
+    width, length, step = text.config.head_dim, 40, size - window
+    frequencies = text.config.rope_parameters["rope_theta"] ** (-torch.arange(0, width, 2).double() / width)
+
+    def rope(x: Tensor, position: int) -> Tensor:
+        angles = (position * frequencies).repeat(2)
+        a, b = x.chunk(2, -1)
+        return x * angles.cos() + torch.cat([-b, a], -1) * angles.sin()
+
+    query, key, value = (torch.randn(heads, length, width, generator=random).double() for heads in (4, 2, 2))
+    wanted = torch.zeros(length, 4, width).double()
+    for head in range(4):
+        for at in range(length):
+            logits = []
+            for came in range(at + 1):
+                apart = at // step - came // step
+                place = (at % step, min(at % step + step, size), min(2 * step - 1, size))[min(apart, 2)]
+                logits.append(rope(query[head, at], place) @ rope(key[head // 2, came], came % step) * 0.3)
+            wanted[at, head] = torch.stack(logits).softmax(0) @ value[head // 2, : at + 1]
+    turned = [torch.stack([rope(x[:, at], at % step) for at in range(length)], 1)[None].float() for x in (query, key)]
+    places = torch.arange(length)[None]
+    sight = places[0, :, None] >= places[0]
+    got = dual_chunk_attention(
+        text, *turned, value[None].float(), places, places[:, None], sight[None, None], 0.3, (size, step)
+    )
+    torch.testing.assert_close(got[0].double(), wanted, atol=1e-5, rtol=0)
+
+
 def test_steps_are_what_a_prompt_is() -> None:
     """A row alone, and an answer that is read with the prompt, give the same logits."""
     feed = zoo.inputs("llava", "uneven")
@@ -72,6 +109,28 @@ def test_steps_are_what_a_prompt_is() -> None:
             longer = oracle.continued("llava", single, forced[row : row + 1])
             out = model(**longer, use_cache=True).logits[0, -len(alone[0]) :]
             oracle.close(alone[0], out)
+
+
+@pytest.mark.parametrize("family", few(FAMILIES, AXES))
+def test_models_whose_positions_have_several_axes_are_refused_by_name(family: str) -> None:
+    """The paper's chunks are of one axis; rows and columns of a picture would lose their distances."""
+    model, said = zoo.model(family), ""
+    axes = "mrope_section" in (model.config.get_text_config().rope_parameters or {})
+    try:
+        accelerate_vlm(model, of(24, 8))
+    except UnsupportedError as error:
+        said = str(error)
+    fixed = "keys of this" in said and "cannot be moved to other positions" in said
+    assert ("have three axes, and keys are moved along one; leave it out" in said) == (axes and not fixed)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_tokenselect_moves_no_positions_and_knows_no_longer_prompts(family: str) -> None:
+    """A prompt beyond the trained length is refused, with one axis and with three."""
+    feed, recipe = zoo.inputs(family, "image"), Recipe("votes", (Stage("tokenselect", 0.1),))
+    model = zoo.model(family, max_position_embeddings=12)
+    with pytest.raises(MmaccelError, match="this model has 12 positions in all, so show fewer"):
+        check_positions(model, recipe, feed, 4)
 
 
 def test_what_is_refused() -> None:

@@ -30,6 +30,7 @@ class EvictByPiece(EvictKeys):
     def __init__(self, forward: Forward, stage: PlannedStage[Policy], state: CacheState, split: SplitPrefill) -> None:
         super().__init__(forward, stage, state)
         self.split = split
+        split.evicts = True
         #: of every layer how many keys that compete its heads hold, ``[B]`` long on the CPU
         self._held: dict[int, Tensor] = {}
         #: of the piece that is read: its tokens that are text, ``[B, n]`` bool, and their number, by device

@@ -13,7 +13,7 @@ read_given         any other, such as a text-only call: the model's own keys and
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ...core.precision import in_attention_dtype, without_autocast
 from ...families.latents import absorbed
 from ...kv.decoding import attend, attend_behind, reads_as_stored
 from ...kv.distance import distance_factor
+from ...kv.head_groups import HeadStore
 from ...kv.latent_layer import LatentLayer
 from ...kv.packed import QuantisedLayer
 from .attention_patch import BACKENDS, base_function
@@ -134,6 +135,7 @@ def read_stored(call: Call[Any], number: int, given: Attention) -> Output:
     =====================================  ====================================================================
     the run needed the whole attention     the run itself, in the pass in which it observes
     shared by rows                         :func:`mmaccel.kv.decoding.attend_behind`, once a batch
+    in host memory, very many              the last of these, some heads at a time: :func:`_by_heads`
     ragged or packed, few new tokens, GPU  :func:`mmaccel.kv.decoding.attend`, as they are stored
     ragged, one new token, CPU             the same
     chosen, one new token                  :func:`mmaccel_kernels.chosen.chosen_attention`
@@ -156,8 +158,12 @@ def read_stored(call: Call[Any], number: int, given: Attention) -> Output:
         given.unpack(layer)
         layer, seen = _layer_attended(runs.forward, number, given, observed)
     chosen = keys.chosen
-    if keys.output is not None:
-        output: Output = keys.output, None
+    heads = None if layer is None or layer.shared.host is None else _heads_at_once(runs.forward, layer, given)
+    if heads is not None:
+        assert layer is not None
+        output: Output = _by_heads(runs.forward, number, given, seen, layer, heads), None
+    elif keys.output is not None:
+        output = keys.output, None
     elif layer is not None and seen.as_stored and layer.prefix is not None and chosen is None:
         windowed = layer.index.windowed(given.window)
         held, query = (layer.prefix, layer.keys, layer.values), given.query.to(layer.keys.dtype)
@@ -176,6 +182,36 @@ def read_stored(call: Call[Any], number: int, given: Attention) -> Output:
     if runs.observers:
         runs.after_attention(seen)
     return output
+
+
+def _heads_at_once(forward: Forward, layer: QuantisedLayer, given: Attention) -> int | None:
+    """The number of heads that are read together; None where the whole layer is on the device, which it is fetched to where
+    its attention is not one for every head alone."""
+    heads = layer.heads_at_once
+    if heads is None or given.key.data_ptr() != layer.keys.data_ptr():
+        return None
+    of_heads = any(given.options.get(name) is not None for name in ("position_bias", "s_aux"))
+    if not of_heads and given.indices is None and given.base != "eager" and forward.incoming.merged is None:
+        return heads
+    assert layer.shared.host is not None
+    layer.shared.host.fetch(layer)
+    given.unpack(layer)
+    return None
+
+
+def _by_heads(
+    forward: Forward, number: int, given: Attention, seen: LayerAttended, layer: QuantisedLayer, heads: int
+) -> Tensor:
+    """The output of the model's own implementation over all keys of a layer in host memory, so many heads at a time."""
+    host, groups, outputs = layer.shared.host, given.query.shape[1] // given.key.shape[1], []
+    assert isinstance(host, HeadStore)
+    for part, key, value in host.by_heads(layer, heads):
+        query = given.query[:, part.start * groups : part.stop * groups]
+        own = replace(given, query=query, key=key, value=value, options=dict(given.options))
+        outputs.append(_masked(forward, number, own, seen, None)[0])
+        # no more than two groups are on the device
+        del key, value, own
+    return torch.cat(outputs, dim=2)
 
 
 def _layer_attended(

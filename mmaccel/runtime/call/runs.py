@@ -121,6 +121,13 @@ class Run:
     changes_cache: ClassVar[bool] = True
     runs_model: ClassVar[bool] = False
 
+    @property
+    def sees_attention(self) -> bool:
+        """Whether it looks at the queries or keys of layers, or changes what they store."""
+        mine = type(self)
+        moments = mine.keys_to_read is not Run.keys_to_read or mine.after_attention is not Run.after_attention
+        return moments or self.reads_keys
+
     def before_text(self, text: TextInputs) -> None:
         """Called before the text model runs."""
 

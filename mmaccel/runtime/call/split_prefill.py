@@ -34,6 +34,7 @@ class SplitPrefill(Run):
     """Cut one forward into pieces of ``size`` tokens at most.
 
     pieces : in their order; empty where the forward has no more tokens than one of them. now : the one that is being run.
+    evicts : whether keys are evicted between pieces, so that no layer ever holds those of all.
     """
 
     changes_cache = False
@@ -42,6 +43,7 @@ class SplitPrefill(Run):
         self.forward, self.size = forward, size
         self.pieces: list[Piece] = []
         self.now: Piece | None = None
+        self.evicts = False
 
     def before_text(self, text: TextInputs) -> None:
         """Cut the tokens that are left."""
@@ -60,7 +62,7 @@ class SplitPrefill(Run):
             note += f" of up to {widest}, since tokens that attend to each other both ways stay together"
         forward.stats.notes.append(note)
         if len(ends) > 1:
-            self.pieces = _pieces(forward, phase, chosen, ends)
+            self.pieces = _pieces(forward, phase, chosen, ends, self.evicts)
 
     def run(self, runs: Runs, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """The output of the text model ``original`` for all tokens, which it is given piece by piece."""
@@ -148,7 +150,7 @@ def _ends(size: int, chosen: Tensor, groups: Tensor | None) -> list[int]:
     return ends
 
 
-def _pieces(forward: Forward, phase: Phase, chosen: Tensor, ends: list[int]) -> list[Piece]:
+def _pieces(forward: Forward, phase: Phase, chosen: Tensor, ends: list[int], evicts: bool) -> list[Piece]:
     """The pieces that end at the slots ``ends``. A piece has seen the places up to that of its last token, and the last piece
     all of the forward."""
     pieces, seen, begin, incoming = [], forward.seen, 0, forward.incoming
@@ -158,11 +160,12 @@ def _pieces(forward: Forward, phase: Phase, chosen: Tensor, ends: list[int]) -> 
         upto = forward.seen + (forward.length if last else int(chosen[:, :end].max()) + 1)
         mine = chosen[:, begin:end]
         own = Phase(phase.places[:, begin:end], bool((mine < 0).any()), mine, phase.bidirectional_groups)
-        # room for the pieces to come is made at once
-        room = expected if expected is None else expected + ends[-1] - end
+        following = ends[-1] - end
+        room = expected if expected is None else expected + following
         info = ForwardInfo(seen, upto - seen, False, [(0, own)], weights=incoming.weights, expected_new_tokens=room)
+        info.following = 0 if evicts else following
         info.first_weights, info.by_distance = incoming.first_weights, incoming.by_distance
-        info.merged = incoming.merged
+        info.merged, info.by_heads = incoming.merged, incoming.by_heads
         pieces.append(Piece(replace(forward, incoming=info), mine, begin, end, last))
         seen, begin = upto, end
     return pieces
