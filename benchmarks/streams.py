@@ -3,7 +3,8 @@
 ``python benchmarks/streams.py --out benchmarks/results/streams-cpu.json`` draws streams of many short scenes, one of which
 shows a sign for two frames somewhere in the first half. Sessions with the shipped video model follow it, each with the same
 room for keys, and are asked what the sign says. Two counts say where a sign is lost: whether its frames were among those that
-the question brought back, and whether the model reads it in its scene alone. Nothing is downloaded.
+the question brought back, and whether the model reads it in its scene alone. Nothing is downloaded. Started again with the same
+--out, streams in the file are not followed again.
 """
 
 from __future__ import annotations
@@ -66,12 +67,11 @@ def sessions(model: Any, processor: Any, names: list[str], cap: int, frames: int
     return {name: made(name) for name in names}
 
 
-def follow(model: Any, processor: Any, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What every session made of one stream."""
-    found, every = (
-        sessions(model, processor, options.sessions, options.cap, options.recall),
-        scenes(seed, options.frames),
-    )
+def follow(
+    model: Any, processor: Any, seed: int, names: list[str], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """What the sessions of these names made of one stream."""
+    found, every = sessions(model, processor, names, options.cap, options.recall), scenes(seed, options.frames)
     spent, bytes_held = dict.fromkeys(found, 0.0), {name: list[int]() for name in found}
     stream, turn, sign, scene_of_it = every
     alone = sessions(model, processor, ["infinipot-v"], 1 << 20, options.recall)["infinipot-v"]
@@ -158,29 +158,39 @@ def main() -> None:
     parser.add_argument("--sessions", nargs="+", default=SESSIONS, metavar="POLICY", help="those that are compared")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
     options = parser.parse_args()
+    before = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
+    settings = {"frames": options.frames, "cap_tokens": options.cap, "recalled_frames": options.recall}
+    if before and (other := [name for name, value in settings.items() if before[name] != value]):
+        parser.error(f"{options.out} has streams with other {', '.join(other)}; give another --out")
     model, processor = load("mini-qwen-vl", device="cpu")
-    rows = []
+    rows = before.get("rows", [])
     for seed in range(options.streams):
-        rows += follow(model, processor, seed, options)
-        print(seed, {row["session"]: row["right"] for row in rows[-len(options.sessions) :]}, flush=True)
-    table = []
+        done = {row["session"] for row in rows if row["stream"] == seed}
+        if names := [name for name in options.sessions if name not in done]:
+            rows += follow(model, processor, seed, names, options)
+            print(seed, {row["session"]: row["right"] for row in rows[-len(names) :]}, flush=True)
+            write(options.out, before, settings, rows)
+
+
+def write(path: Path, before: dict[str, Any], settings: dict[str, int], rows: list[dict[str, Any]]) -> None:
+    """Write what was measured so far, and before in the same file."""
+    summary = []
     for name in dict.fromkeys(row["session"] for row in rows):
         mine = [row for row in rows if row["session"] == name]
         figures = {key: round(mean(row[key] for row in mine), 2) for key in mine[0] if key not in ("session", "stream")}
-        table.append({"session": name, "streams": len(mine), **figures})
+        summary.append({"session": name, "streams": len(mine), **figures})
+    known = before.get("versions", {})
     report = {
         "command": provenance.command("python", "benchmarks/streams.py"),
-        "date": provenance.today(),
+        "date": provenance.also(before.get("date"), provenance.today()),
         "machine": provenance.processor(),
-        "versions": provenance.versions(),
+        "versions": {name: provenance.also(known.get(name), number) for name, number in provenance.versions().items()},
         "model": "mini-qwen-vl",
-        "frames": options.frames,
-        "cap_tokens": options.cap,
-        "recalled_frames": options.recall,
-        "sessions": table,
+        **settings,
+        "sessions": summary,
         "rows": rows,
     }
-    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
