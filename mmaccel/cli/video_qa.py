@@ -18,13 +18,13 @@ files), recipe (its values, the code of its methods, files that they load), draf
 torch or transformers, and asks again about videos that changed. Questions without "id" are identified by their content: lines
 may be added, moved or removed.
 
-A video or line that cannot be used gets a line with "error", one sentence. They are listed at the end, and the exit status is
-then 3; the next run asks these questions again, and no others. Listed, too, are answers that name none of the choices; these
-leave the exit status at 0.
+For a video or line that cannot be used the answers get a line with "error", one sentence. Errors are listed at the end, and the
+exit status is then 3; the next run asks these questions again, and no others. Answers that name none of the choices are listed,
+too, and leave the exit status at 0.
 
-Videos are decoded in separate processes while the model works. Several questions of one video are answered from one prefill of
-it if the recipe does not look at the question, and without drafts and --fallback. With --fallback the tokens of all readings of
-an answer count as kept.
+Videos are decoded in separate processes while the model works. Several questions about one video share one prefill of it,
+unless the recipe looks at the question, or with drafts or --fallback. With --fallback the tokens of all readings of an answer
+count as kept.
 
 With --ray the questions are answered on a cluster, one model a GPU. Every machine of it must see the videos, the model and the
 files of --import under the same paths and have the same mmaccel; the answers and the file are the same as without.
@@ -101,14 +101,14 @@ class Bulk:
         str,
         typer.Option(
             metavar="METHOD",
-            help="uniform, keyframes, or a method that chooses from four times as many, such as scene-frames.",
+            help="uniform, keyframes, or a method that chooses from four times as many frames, such as scene-frames.",
         ),
     ] = "uniform"
     max_new_tokens: Longest = 64
     batch_size: Annotated[
         Any,
         typer.Option(
-            parser=_batch, metavar="N|auto", help="Questions at a time; auto halves it when memory does not suffice."
+            parser=_batch, metavar="N|auto", help="Questions in a batch; auto halves it when memory does not suffice."
         ),
     ] = "auto"
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="Limit for decoding one video.")] = 120.0
@@ -118,8 +118,8 @@ class Bulk:
         typer.Option(
             metavar="KEYS",
             min=1,
-            help="Read clips of more than 64 frames group by group, with so many keys a head; the recipe's policy evicts, or "
-            "infinipot-v.",
+            help="Read clips of more than 64 frames group by group, and keep at most this number of keys a head; the recipe's "
+            "policy evicts, or infinipot-v if it has none.",
         ),
     ] = None
     caches: Annotated[
@@ -155,7 +155,7 @@ def run(
     drafts: AnswerOptions,
     bulk: Bulk,
     question: Annotated[
-        str | None, typer.Option("--ask", metavar="QUESTION", help="What is asked about every clip of a folder.")
+        str | None, typer.Option("--ask", metavar="QUESTION", help="Question to ask about every clip.")
     ] = None,
     output: Json = None,
 ) -> int:

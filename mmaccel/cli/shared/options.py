@@ -64,8 +64,8 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="OPTION=VALUE",
-        help="Another option of the recipe, such as layer=3, of several recipes those that have it; mmaccel methods NAME lists "
-        "them. Can be repeated.",
+        help="Another option of the recipe, such as layer=3 (of several recipes, those that have it take it); mmaccel methods "
+        "NAME lists options. Can be repeated.",
     ),
 ]
 Budgets = Annotated[
@@ -171,8 +171,8 @@ class AnswerOptions(DraftOptions):
         str | None,
         typer.Option(
             metavar="THRESHOLD",
-            help="Read again, with all tokens, where a token of the answer is less likely, such as 0.9; auto: as mmaccel tune "
-            "--fallback has written into the recipe.",
+            help="Read the prompt again with all tokens if a token of the answer is less likely than this, such as 0.9; auto: "
+            "as mmaccel tune --fallback has written into the recipe.",
         ),
     ] = None
 
