@@ -168,8 +168,10 @@ def main() -> None:
         done = {row["session"] for row in rows if row["stream"] == seed}
         if names := [name for name in options.sessions if name not in done]:
             rows += follow(model, processor, seed, names, options)
-            print(seed, {row["session"]: row["right"] for row in rows[-len(names) :]}, flush=True)
             write(options.out, before, settings, rows)
+            print(seed, {row["session"]: row["right"] for row in rows[-len(names) :]}, flush=True)
+    # also where nothing was missing: the command is that which asks for all
+    write(options.out, before, settings, rows)
 
 
 def write(path: Path, before: dict[str, Any], settings: dict[str, int], rows: list[dict[str, Any]]) -> None:
