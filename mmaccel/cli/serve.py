@@ -4,8 +4,8 @@ Point a client at the printed address with /v1 appended. Every recipe can be ser
 set its own budget with the field "mmaccel": {"retain": 0.1}, or run bare with "mmaccel": false. With --fallback, or the field
 "mmaccel": {"fallback": 0.9}, an unsure answer is read again with all tokens; nothing is sent before an answer is accepted.
 Pictures and clips come as data: addresses; files and other hosts only where --allow-files and --allow-urls allow them. Requests
-are answered one by one (see --several) while others wait; when the queue is full, clients are told when to try again. /metrics
-is for Prometheus. Ctrl-C ends the server after the current answers.
+are answered one by one (see --batch and --several) while others wait; when the queue is full, clients are told when to try
+again. /metrics is for Prometheus. Ctrl-C ends the server after the current answers.
 """
 
 from __future__ import annotations
@@ -74,6 +74,15 @@ class Serving:
         ),
     ] = None
     several: Several = 1
+    batch: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Requests that wait are answered together, at most so many, where their budgets and numbers of pictures and "
+            "clips are equal. They end together; texts are streamed as they come.",
+        ),
+    ] = 1
     queue: Annotated[int, typer.Option(min=0, metavar="N", help="Requests that may wait.")] = 16
     prefix_cache: Annotated[
         int,
@@ -140,6 +149,7 @@ def run(
                 processor,
                 recipe,
                 several=serving.several,
+                batch=serving.batch,
                 waiting=serving.queue,
                 sources=sources,
                 limits=Limits(serving.time_limit, frames, max_new_tokens),

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -30,6 +30,13 @@ def model_lock(model: Any) -> threading.RLock:
 
 class Stopped(Exception):
     """The client has left."""
+
+
+class Flag(Protocol):
+    """A signal that stops a run, such as a ``threading.Event``."""
+
+    def is_set(self) -> bool:
+        """Whether it is."""
 
 
 class TimeLimitExceeded(MmaccelError):
@@ -68,7 +75,7 @@ class ModelSlot:
         return copy.deepcopy(self.model, weights), copy.deepcopy(self.processor)
 
     @contextmanager
-    def turn(self, stop: threading.Event | None = None) -> Iterator[Callable[[], None]]:
+    def turn(self, stop: Flag | None = None) -> Iterator[Callable[[], None]]:
         """Wait for the model, and use it for one question.
 
         The block gets a function that raises Stopped when ``stop`` is set, and TimeLimitExceeded when the time is over. The

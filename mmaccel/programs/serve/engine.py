@@ -43,7 +43,7 @@ _LOOK = 0.1
 #: characters that are tokenised at once
 _PIECE = 16 << 10
 #: figures of a call that count the visual tokens of a kept cache, too
-_VISUAL = ("visual_tokens", "visual_tokens_kept")
+VISUAL = ("visual_tokens", "visual_tokens_kept")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class Limits:
 class Answer:
     """A complete answer: ``prompt_tokens`` of the unreduced prompt, the ``rate`` in tokens a second after the first (None for a
     short answer, and with a fallback), and the ``stats`` of the call, see :class:`mmaccel.core.figures.CallStats`. The first
-    ``reused`` tokens of the prompt were in a kept cache."""
+    ``reused`` tokens of the prompt were in a kept cache. Of ``together`` requests that were answered as a batch, ``stats`` has
+    each one's own visual tokens, and an equal share of the bytes."""
 
     text: str
     finish: Literal["stop", "length"]
@@ -69,6 +70,7 @@ class Answer:
     rate: float | None
     stats: dict[str, Any]
     reused: int = 0
+    together: int = 1
 
 
 class _TextStreamer(TokenTimer):
@@ -132,7 +134,7 @@ def _killing(stop: threading.Event) -> Iterator[Callable[[subprocess.Popen[bytes
         watching.join()
 
 
-def _key(budget: bool | Mapping[str, Any] | None) -> str:
+def budget_key(budget: bool | Mapping[str, Any] | None) -> str:
     """Digest of a budget; the recipe and the model of a server stay, and no cache is kept of a call that may fall back."""
     return digest({k: v for k, v in budget.items() if k != "fallback"} if isinstance(budget, Mapping) else {})
 
@@ -175,7 +177,7 @@ class Engine(ModelSlot):
         #: keys of single pictures, if they are read apart from the prompts
         self.prompts: PromptCache | None = None
         ends = model.generation_config.eos_token_id
-        self._ends = set(ends) if isinstance(ends, (list, tuple)) else {ends}
+        self.ends = set(ends) if isinstance(ends, (list, tuple)) else {ends}
 
     def budgeted(self, budget: bool | Mapping[str, Any] | None) -> tuple[Any, bool | Mapping[str, Any] | None]:
         """The processor for a budget, and ``mmaccel=`` of ``generate``. Raises MmaccelError if the recipe cannot have that
@@ -211,14 +213,13 @@ class Engine(ModelSlot):
         Raises Stopped if ``stop`` is set before it is complete, MmaccelError if the request cannot be honoured.
         """
         processor, budget = self.budgeted(request.mmaccel)
-        self._check_text(request, stop)
-        chat = self._chat(request, stop)
+        chat = self.read(request, stop)
         inputs = encode(processor, [chat]).to(self.model.device, self.model.dtype)
         prompt = inputs["input_ids"].shape[1]
         text = Detokenizer(self.processor.tokenizer, request.stop)
         with self.turn(stop) as check, torch.inference_mode():
             check()
-            longest = self._longest(inputs, request, budget)
+            longest = self.longest(inputs, request, budget)
             streamer = _TextStreamer(text, send)
             ends = _Ends(self.processor.tokenizer, request.stop, prompt, check)
             with self._relieved():
@@ -235,11 +236,11 @@ class Engine(ModelSlot):
                     return_dict_in_generate=True,
                 )
             stats = self.model.mmaccel.stats().to_dict()
-            for name, count in zip(_VISUAL, visual, strict=True):
+            for name, count in zip(VISUAL, visual, strict=True):
                 stats[name] += count
             self._keep(out, inputs, chat, budget, stats)
         send(text.end())
-        ended = text.stopped or text.ids[-1] in self._ends or len(text.ids) < longest
+        ended = text.stopped or text.ids[-1] in self.ends or len(text.ids) < longest
         rate = None if stats["fallback"] else streamer.rate()
         return Answer(text.whole, "stop" if ended else "length", prompt, len(text.ids), rate, stats, reused)
 
@@ -257,14 +258,19 @@ class Engine(ModelSlot):
     def _continued(
         self, processor: Any, inputs: Mapping[str, Any], chat: Chat, budget: bool | Mapping[str, Any] | None
     ) -> tuple[Mapping[str, Any], tuple[int, int], int]:
-        """The inputs of ``generate``, the visual tokens of what a cache has read of the prompt, see :data:`_VISUAL`, and how
+        """The inputs of ``generate``, the visual tokens of what a cache has read of the prompt, see :data:`VISUAL`, and how
         many tokens were not read again."""
         whole = inputs, (0, 0), 0
         if self.kept is not None and _reads_once(budget):
-            begun = self.kept.find(_key(budget), inputs["input_ids"][0].cpu(), Media.of(chat))
+            begun = self.kept.find(budget_key(budget), inputs["input_ids"][0].cpu(), Media.of(chat))
             if begun is not None and (feed := continued(self.model.mmaccel.family, processor, inputs, chat, begun)):
                 return feed, begun.visual, begun.tokens
-        if self.prompts is None or not (chat.pictures or chat.clips) or budget is False or _key(budget) != _key(None):
+        if (
+            self.prompts is None
+            or not (chat.pictures or chat.clips)
+            or budget is False
+            or budget_key(budget) != budget_key(None)
+        ):
             return whole
         try:
             apart = self.prompts.read(self.model, processor, inputs, chat)
@@ -288,8 +294,14 @@ class Engine(ModelSlot):
         ids = out.sequences[0, : cache.get_seq_length()].cpu()
         visual = self.model.mmaccel.family.visual(inputs["input_ids"].cpu())[0].nonzero()
         end = int(visual.max()) + 1 if len(visual) else 0
-        counts = stats[_VISUAL[0]], stats[_VISUAL[1]]
-        self.kept.add(_key(budget), ids, Media.of(chat), end, counts, cache)
+        counts = stats[VISUAL[0]], stats[VISUAL[1]]
+        self.kept.add(budget_key(budget), ids, Media.of(chat), end, counts, cache)
+
+    def read(self, request: ChatRequest, stop: threading.Event) -> Chat:
+        """The messages of a request with all that they show, decoded. Raises MmaccelError if that is too much or broken, and
+        Stopped if ``stop`` is set before it is done."""
+        self._check_text(request, stop)
+        return self._chat(request, stop)
 
     def _check_text(self, request: ChatRequest, stop: threading.Event) -> None:
         """Raise MmaccelError if the text has more tokens than the model takes, having tokenised no more than that; Stopped if
@@ -357,7 +369,7 @@ class Engine(ModelSlot):
                     ) from error
         return Chat(request.chat, tuple(pictures), tuple(clips))
 
-    def _longest(self, inputs: Mapping[str, Any], request: ChatRequest, budget: bool | Mapping[str, Any] | None) -> int:
+    def longest(self, inputs: Mapping[str, Any], request: ChatRequest, budget: bool | Mapping[str, Any] | None) -> int:
         """Tokens that the answer may have: as many as were asked for, else those that the model has positions for, up to the
         limit. Raises MmaccelError if the positions do not suffice."""
         recipe = get_recipe("none") if budget is False else self.recipe

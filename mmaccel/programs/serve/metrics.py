@@ -36,6 +36,7 @@ class Metrics:
         self.generated_tokens = make(Counter, "_generated_tokens", "Tokens of all answers.")
         self.drafted_tokens = make(Counter, "_drafted_tokens", "Tokens that were drafted, and verified by the model.")
         self.accepted_tokens = make(Counter, "_accepted_tokens", "Those of them that the model accepted.")
+        self.batched = make(Counter, "_batched", "Answers that were made in a batch with others.")
         self.kv_bytes = make(Histogram, "_kv_bytes", "Bytes of the KV cache at the end of an answer.", buckets=_BYTES)
         first = "Seconds from the arrival of a request, waiting and decoding of media included."
         self.first_token = make(Histogram, "_time_to_first_token_seconds", first, buckets=_SECONDS)
@@ -68,6 +69,7 @@ class Metrics:
         self.reused_tokens.inc(answer.reused)
         (self.prefix_hits if answer.reused else self.prefix_misses).inc()
         self.generated_tokens.inc(answer.new_tokens)
+        self.batched.inc(answer.together > 1)
         drafting = answer.stats["drafting"]
         self.drafted_tokens.inc(drafting.get("drafted", 0))
         self.accepted_tokens.inc(drafting.get("accepted", 0))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..model_lock import Stopped
+from .batch import alike, answer_together
 from .engine import Engine
 from .errors import Refused, refusal
 from .schema import ChatRequest
@@ -75,11 +76,12 @@ class Reservation:
 
 
 class Scheduler:
-    """A queue in front of ``engines``, each of which answers one request at a time; first come, first served. So many requests
-    may be ``waiting``, those included whose large bodies are still being received."""
+    """A queue in front of ``engines``, each of which answers one request at a time, or up to ``batch`` that wait and are alike;
+    first come, first served. So many requests may be ``waiting``, those included whose large bodies are still being
+    received."""
 
-    def __init__(self, engines: Sequence[Engine], waiting: int) -> None:
-        self.engines, self.capacity = engines, len(engines) + waiting
+    def __init__(self, engines: Sequence[Engine], waiting: int, batch: int = 1) -> None:
+        self.engines, self.capacity, self.batch = engines, len(engines) + waiting, batch
         self.present = self.running = self.held = 0
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -155,15 +157,42 @@ class Scheduler:
                     self._work.wait()
                 if self.closed:
                     return
-                job = self._queue.popleft()
-                self.running += 1
+                jobs = self._next()
+                self.running += (count := len(jobs))
             try:
-                self._answer(engine, job)
+                self._answer_all(engine, jobs)
             finally:
-                # while it waits, a thread holds nothing of the last request
-                del job
+                # while it waits, a thread holds nothing of the last requests
+                del jobs
                 with self._lock:
-                    self.running -= 1
+                    self.running -= count
+
+    def _next(self) -> list[Job]:
+        """Take the first request out of the queue, and those that may be answered with it."""
+        first = self._queue.popleft()
+        key = _alike(first)
+        more = [job for job in self._queue if key is not None and _alike(job) == key][: self.batch - 1]
+        for job in more:
+            self._queue.remove(job)
+        return [first, *more]
+
+    def _answer_all(self, engine: Engine, jobs: list[Job]) -> None:
+        """Answer requests as a batch, and one by one where they are no batch."""
+        begin, alone = time.monotonic(), jobs
+        if len(jobs) > 1:
+            requests = [job.request for job in jobs if isinstance(job.request, ChatRequest)]
+            try:
+                found: list[Any] = answer_together(engine, requests, [j.send for j in jobs], [j.stop for j in jobs])
+            except BaseException as error:
+                found = [error] * len(jobs)
+            alone = [job for job, one in zip(jobs, found, strict=True) if one is None]
+            if done := len(jobs) - len(alone):
+                self._mean += ((time.monotonic() - begin) / done - self._mean) / 8
+            for job, one in zip(jobs, found, strict=True):
+                if one is not None:
+                    job.send(_outcome(one))
+        for job in alone:
+            self._answer(engine, job)
 
     def _answer(self, engine: Engine, job: Job) -> None:
         begin = time.monotonic()
@@ -174,8 +203,18 @@ class Scheduler:
                 answer = Done(job.request.run(engine, job.send, job.stop))
             self._mean += (time.monotonic() - begin - self._mean) / 8
             job.send(answer)
-        except Stopped:
-            job.send(Stopped())
         except BaseException as error:
-            # the traceback of an error keeps what was sent alive; only unexpected ones keep theirs
-            job.send(refusal(error) or error)
+            job.send(_outcome(error))
+
+
+def _alike(job: Job) -> Any:
+    """The key of :func:`.batch.alike`; None for a job that is answered alone."""
+    return alike(job.request) if isinstance(job.request, ChatRequest) else None
+
+
+def _outcome(found: Any) -> Any:
+    """An answer as it is, and of an error what is sent: its traceback keeps the request alive, so only unexpected ones keep
+    theirs."""
+    if isinstance(found, Stopped):
+        return Stopped()
+    return (refusal(found) or found) if isinstance(found, BaseException) else found

@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 
 from ...errors import MmaccelError
+from ...families import family_of
 from ...recipe import Recipe
 from ..model_lock import ModelSlot
 from ..prefix_caches import PrefixCaches
@@ -68,6 +69,7 @@ def make_scheduler(
     recipe: Recipe,
     *,
     several: int = 1,
+    batch: int = 1,
     waiting: int = 16,
     sources: Sources | None = None,
     limits: Limits | None = None,
@@ -79,12 +81,16 @@ def make_scheduler(
     cannot honour the recipe.
 
     several : requests that are answered at once.
+    batch : requests that wait and are answered as rows of one batch, at most, where their budgets and numbers of pictures and
+        clips are equal.
     waiting : requests that may wait.
     drafts : ``lossless``, ``draft``, ``lookup``, ``fallback`` and ``offload`` of ``accelerate_vlm``.
     prefix_cache : bytes of kept caches, with which a prompt that begins like an earlier one goes on; 0 keeps none.
     prompt_cache : bytes of kept keys of single pictures, which are read apart from prompts, see
         :class:`mmaccel.programs.prompt_cache.PromptCache`; with 0 they are not.
     """
+    if batch > 1:
+        _check_batches(model, processor, drafts, prompt_cache)
     # copied while the model is bare
     first = ModelSlot(model, processor, 0)
     pairs = [*(first.twin() for _ in range(several - 1)), (model, processor)]
@@ -98,7 +104,24 @@ def make_scheduler(
         prompts = PromptCache(model, processor, prompt_cache)
         for engine in engines:
             engine.prompts = prompts
-    return Scheduler(engines, waiting)
+    return Scheduler(engines, waiting, batch)
+
+
+def _check_batches(model: Any, processor: Any, drafts: Mapping[str, Any] | None, prompt_cache: int) -> None:
+    """Refuse batches where an answer would not be that of its request alone, or options work for one request at a time."""
+    alone = {name: given for name, given in (drafts or {}).items() if name != "offload"} | {
+        "prompt-cache": prompt_cache
+    }
+    if names := ", ".join(f"--{name}" for name, given in alone.items() if given):
+        raise MmaccelError(f"{names} works for one request at a time; leave out one of --batch and {names}.")
+    family = family_of(model)
+    if family.numbers_pictures:
+        raise MmaccelError(
+            f"{family.name} counts the pictures of all rows of a batch, so answers would depend on other requests; leave out "
+            "--batch."
+        )
+    if processor.tokenizer.pad_token is None:
+        raise MmaccelError("The tokenizer has no padding token, which batches need; leave out --batch.")
 
 
 class _Server(uvicorn.Server):
