@@ -42,7 +42,8 @@ class SharedPacking:
     """Indices and cuts of pages, which layers share that pack the same tokens in one forward.
 
     indices : old and new ones by the id of the old one, so that layers which shared one go on sharing one.
-    moves : of layers with that old index and as many heads, where the tokens of a group go, of which so many are packed.
+    moves : of layers with that old index and as many heads, where the tokens of a group go, of which so many are packed. Its
+        id stays its own: :meth:`QuantisedLayer.pack` has ``indices`` hold every index that ``moves`` knows.
     """
 
     indices: dict[int, tuple[KeyIndex, KeyIndex]] = field(default_factory=dict)
@@ -268,6 +269,8 @@ class QuantisedLayer(CompressedLayer):
         """Every tensor this layer holds."""
         yield from super().tensors()
         yield from self.packed.tensors()
+        if self.key_bias is not None:
+            yield self.key_bias
 
     def _select(self, rows: Tensor) -> None:
         super()._select(rows)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from laws.helpers import follow, generate, inputs, logits, model
+from laws.test_bytes import held
 from laws.test_packing import by_place, divergence
 
-from mmaccel import accelerated
+from mmaccel import accelerated, load_cache, save_cache
+from mmaccel.kv.cache import snapshot
 from mmaccel.kv.decoding import attend
 from mmaccel.kv.key_bias import KeyBias, Rotations
+from mmaccel.programs.bench.arithmetic import stored_bytes
 from mmaccel.runtime import build
 
 #: with M-RoPE, and with one axis
@@ -125,6 +129,38 @@ def test_turns_beams_and_evictions_keep_the_rotations(family: str) -> None:
         assert torch.equal(out.sequences, bare.sequences)
         assert divergence(logits(second), logits(generate(tiny, whole, new=4))) < 5e-3
         assert torch.equal(beams.sequences, generate(tiny, feed, new=4, num_beams=3).sequences)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_parked_and_cropped_caches_keep_the_bias(family: str, tmp_path: Path) -> None:
+    """Its bytes are reported, as metadata; a loaded cache, one in host memory and one that was rolled back go on alike."""
+    feed, file = inputs(family), tmp_path / "cache.safetensors"
+    fine = {"bits": 8, "page": 16, "group": 16, "residual": 0}
+    with biased(family, 60.0) as tiny:
+        with accelerated(tiny, "kivi", **fine), torch.no_grad():
+            out = generate(tiny, feed, new=4)
+            cache = out.past_key_values
+            assert tiny.mmaccel.stats()["kv_bytes"] == held(cache)
+            layers = cache.mmaccel.layers
+            counted, metadata = stored_bytes(cache)
+            biases = [layer.key_bias for layer in layers]
+            for layer in layers:
+                layer.key_bias = None
+            assert stored_bytes(cache) == (counted, metadata - sum(bias.nbytes for bias in biases))
+            for layer, bias in zip(layers, biases, strict=True):
+                layer.key_bias = bias
+            save_cache(cache, file, tiny)
+            loaded, step = load_cache(file, tiny), {"input_ids": out.sequences[:, -1:]}
+            restore = snapshot(cache)
+            want = tiny(**step, past_key_values=cache).logits
+            assert torch.equal(tiny(**step, past_key_values=loaded).logits, want)
+            restore()
+            assert torch.equal(tiny(**step, past_key_values=cache).logits, want)
+            cache.crop(-1)
+            torch.testing.assert_close(tiny(**step, past_key_values=cache).logits, want)
+        with accelerated(tiny, "kivi", offload="host", **fine), torch.no_grad():
+            parked = generate(tiny, feed, new=4).past_key_values
+            assert torch.equal(tiny(**step, past_key_values=parked).logits, want)
 
 
 def test_tokens_of_captured_steps_are_rotated_as_if_noted() -> None:

@@ -36,7 +36,8 @@ CODECS: dict[str, Recipe] = {
     "qserve": recipe_of("qserve", page=16),
     "qserve by queries": recipe_of("qserve", page=16, balance="queries"),
     "zipcache-codec": recipe_of("zipcache-codec", page=16),
-    "gear": recipe_of("gear", page=16),
+    # of pages of 16 tokens of 16 channels in float32 the product of rank 4 takes half the bytes
+    "gear": recipe_of("gear", page=16, rank=1),
     "nsnquant": recipe_of("nsnquant", page=16, bits=4),
     "text apart": Recipe(
         "apart", (Stage("calibquant", None, {"page": 16}), Stage("fp8", None, {"page": 16, "text_only": True}))

@@ -44,12 +44,6 @@ def split(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return index[..., : layer.width].sort(-1).values, index[..., layer.width :].sort(-1).values
 
 
-def stored_bytes(cache: Any) -> int:
-    """Bytes held, without the biases of key projections, which are the model's."""
-    layers = cache.mmaccel.layers
-    return held(cache) - sum(layer.key_bias.nbytes for layer in layers if layer.key_bias is not None)
-
-
 @pytest.mark.square("family", FAMILIES)
 @pytest.mark.square("form", FORMS)
 def test_decoding_attends_to_what_is_stored(family: str, form: str) -> None:
@@ -67,7 +61,7 @@ def test_every_policy_keeps_the_same_keys_as_without(family: str, policy: str) -
         alone = generate(tiny, feed, new=3).past_key_values
     with accelerated(tiny, recipe_of(policy, family, rest="int8")):
         out = generate(tiny, feed, new=3)
-        assert tiny.mmaccel.stats()["kv_bytes"] == stored_bytes(out.past_key_values)
+        assert tiny.mmaccel.stats()["kv_bytes"] == held(out.past_key_values)
     assert divergence(logits(out), logits(bare)) < 2e-2
     for ours, theirs in zip(out.past_key_values.mmaccel.layers, alone.mmaccel.layers, strict=True):
         rest, kept = split(ours)
@@ -127,7 +121,7 @@ def test_turns_saved_caches_host_memory_and_crops(family: str, form: str, tmp_pa
             places = [set(row[row >= 0].tolist()) for row in now.flatten(0, 1)]
             heads = was.expand(-1, now.shape[1], -1).flatten(0, 1)
             assert all(set(row[row >= 0].tolist()) <= held for row, held in zip(heads, places, strict=True))
-        assert tiny.mmaccel.stats()["kv_bytes"] == stored_bytes(went.past_key_values)
+        assert tiny.mmaccel.stats()["kv_bytes"] == held(went.past_key_values)
     with accelerated(tiny, FORMS[form], offload="host"):
         parked = generate(tiny, feed)
         assert torch.equal(logits(parked), logits(first))

@@ -193,12 +193,12 @@ class Pages:
         """Channels that planes hold; several planes of all channels are summed."""
         return planes[0].codes.shape[2] if planes[0].channels is None else sum(one.codes.shape[2] for one in planes)
 
-    @property
+    @cached_property
     def summed(self) -> bool:
         """Whether a side is a sum: of several planes of all channels, or of codes and their remainder."""
         return self.remains or any(len(side) > 1 and side[0].channels is None for side in (self.keys, self.values))
 
-    @property
+    @cached_property
     def remains(self) -> bool:
         """Whether codes have a remainder."""
         return any(plane.rest is not None for plane in (*self.keys, *self.values))
@@ -220,15 +220,15 @@ class Pages:
         return bool(same.all()) and bool((self.count == self.page).all())
 
     @cached_property
-    def _order(self) -> tuple[Tensor, Tensor] | None:
-        """The pages as they are listed, and the rows of their scales; None where that is as they are stored."""
+    def _in_order(self) -> bool:
+        """Whether pages and the rows of their scales are listed as they are stored."""
         own = torch.arange(len(self.table), dtype=torch.int32)
-        stored = torch.equal(self.table, own) and torch.equal(self.meta, own)
-        return None if stored else (self.table, self.meta.index_select(0, self.table))
+        return torch.equal(self.table, own) and torch.equal(self.meta, own)
 
     def decoded_into(self, keys: Tensor, values: Tensor) -> None:
         """Write keys and values of pages that are :attr:`even` to ``[B, Hkv, T, D]`` each."""
-        pages, meta = self._order or (None, None)
+        pages = None if self._in_order else self.table
+        meta = None if pages is None else self.meta.index_select(0, pages)
         for (plane,), out in ((self.keys, keys), (self.values, values)):
             plane.decoded(self.page, self.tile, pages, meta, out.unflatten(2, (-1, self.page)))
 

@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from .._triton import jit, tl, triton
+from .format import Format
 from .storage import Plane
 
 
@@ -18,7 +20,12 @@ def plane(of: Plane, dtype: torch.dtype) -> tuple[Any, ...]:
     """Compile-time constants of a plane: code, digits, whether channels share scales, group, centre, whether there are zero
     points, width, padded width, what a code becomes more by when it becomes a number of ``dtype``, whether channels are
     interleaved; the positive levels of a book and how many these are; how many tiles have their codes in the same bytes."""
-    form, width = of.format, of.codes.shape[2]
+    return _constants(of.format, of.codes.shape[2], dtype)
+
+
+@lru_cache(maxsize=256)
+def _constants(form: Format, width: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """:func:`plane` of codes of ``width`` channels: a step asks the same of every layer."""
     offset = {torch.bfloat16: 128 if form.levels <= 128 else 0, torch.float16: 1024, torch.float32: 0}[dtype]
     if form.code == "fp8" or form.axis == "token":
         offset = 0

@@ -107,13 +107,14 @@ def weight_bytes(model: Any, skipped: Collection[int] = ()) -> int:
 
 
 def stored_bytes(cache: Any) -> tuple[int, int]:
-    """Bytes of a cache without spare room: of keys and values as they are stored, and of metadata (their origin, and the state
-    of policies)."""
+    """Bytes of a cache without spare room: of keys and values as they are stored, and of metadata (their origin, the state of
+    policies, and the bias that packed keys lack)."""
     state = state_of(cache)
     if state is None:
         layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
         return _once(x for layer in layers for x in (layer.keys, layer.values)), 0
     metadata = [*state.shared.tensors(), *(x for layer in state.layers for x in layer.schedule.tensors())]
+    metadata += [layer.key_bias for layer in state.layers if layer.key_bias is not None]
     every = [*metadata, *(x for layer in state.layers for x in layer.tensors())]
     return _once(every) - _once(metadata), _once(metadata)
 
