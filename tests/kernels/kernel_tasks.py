@@ -43,6 +43,7 @@ _TYPES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
     torch.uint8: "u8",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -231,19 +232,20 @@ _CODECS: dict[str, tuple[str, dict[str, Any], str, bool]] = {
     "turboquant, 2 bit": ("turboquant", {"bits": 2}, "bf16", False),
     "turboquant, 3 bit": ("turboquant", {"bits": 3}, "bf16", False),
     "turboquant, 4 bit": ("turboquant", {}, "bf16", False),
+    "turboquant, 3.5 bit": ("turboquant", {"bits": 3.5}, "bf16", False),
+    "gear": ("gear", {}, "bf16", False),
+    "nsnquant": ("nsnquant", {}, "bf16", False),
     "qserve": ("qserve", {}, "bf16", False),
     "zipcache-codec": ("zipcache-codec", {}, "bf16", False),
 }
 
 
 def pages_of() -> dict[str, tuple[int, str]]:
-    """Of every case of packed pages the bytes of a page, codes, scales and zero points, and the kernel that reads them."""
+    """Of every case of packed pages the bytes of a page, codes and all that comes with them, and the kernel that reads them."""
     found = {}
     for label, (method, options, kind, _) in _CODECS.items():
         pages = _pages(DTYPES[kind], method, options)
-        planes = [
-            x[:1].nbytes for of in (*pages.keys, *pages.values) for x in (of.codes, of.scale, of.zero) if x is not None
-        ]
+        planes = [x[:1].nbytes for of in (*pages.keys, *pages.values) for x in (of.codes, *of.of_rows())]
         fast = fits(pages, torch.zeros(0, dtype=DTYPES[kind]), 128)
         found[_label(label)] = sum(planes), "_attend" if fast else "_decode"
     return found

@@ -20,7 +20,7 @@ from mmaccel_kernels.decode import triton as kernel
 from mmaccel_kernels.decode.heads import LEAST, heads_attention, reads_heads
 from mmaccel_kernels.pack import quantise
 from mmaccel_kernels.pack.naive import SCALE_MAX
-from mmaccel_kernels.pages import Format, Pages, Plane, split
+from mmaccel_kernels.pages import Format, Pages, Plane, Remainder, split
 
 #: largest difference from the definition, of results of about 1
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -461,6 +461,64 @@ def test_halves_of_keys_rotated_apart(width, device):
     compare(inputs | {"pages": pages}, more=3)
 
 
+@pytest.mark.parametrize(("sides", "masked"), [("keys", False), ("values", True), ("both", True)])
+def test_halves_that_are_rotated_apart_are_part_of_launches(sides, masked, device, monkeypatch):
+    """Of keys and of values, in channels of which every head has others."""
+    inputs = make([5, 80, 0, 1], 2, 2, 3, 1, 48, 5, masked=masked, device=device)
+    form = Format("book4", "token", 48, seed=5, book=BOOKS["book4"])
+    halves = [(Format(code, "token", 24, seed=3, book=BOOKS[code]), 24) for code in ("book3", "book2")]
+    forms = (form if sides == "values" else halves, form if sides == "keys" else halves)
+    pages = packed([200, 130, 0, 33], 2, 48, *forms, 64, 16, device=device)
+    if masked:
+        more = torch.rand(2, 2, 1, 200, generator=torch.Generator().manual_seed(4)) < 0.5
+        inputs["visible"] = torch.cat([more.to(device), inputs["visible"]], dim=-1)
+    # no operation is between the launches
+    monkeypatch.setattr(Pages, "turned", None)
+    compare(inputs | {"pages": pages}, more=4)
+
+
+def with_remainder(plane, page, rank, single, seed):
+    """A plane with a product of so many columns, and so many single numbers of every channel, or token."""
+    rng = torch.Generator().manual_seed(seed)
+    (n, width), of_channel = (len(plane.scale), plane.codes.shape[2]), plane.format.axis == "channel"
+    lines, size = (width, page) if of_channel else (page, width)
+    slot = torch.stack([torch.randperm(size, generator=rng)[:single] for _ in range(n * lines)]).view(n, lines, single)
+    line = torch.arange(lines)[:, None]
+    place = slot * width + line if of_channel else line * width + slot
+    value = torch.randn(n, lines, single, generator=rng) * 3
+    left, right = torch.randn(n, page, rank, generator=rng), torch.randn(n, rank, width, generator=rng)
+    parts = (left, right) if rank else (None, None)
+    parts += (value.flatten(1), place.flatten(1).short()) if single else (None, None)
+    device = plane.codes.device
+    return dataclasses.replace(plane, rest=Remainder(*(x if x is None else x.to(device) for x in parts)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rank", "single", "queries"),
+    [
+        (("int4", "channel", 32), ("int4", "token", 32), 4, 2, 1),
+        (("int8", "channel", 16), ("int8", "channel", 64), 0, 3, 3),
+        (("book2", "token", 32), ("book2", "token", 32), 1, 0, 1),
+    ],
+)
+def test_what_codes_lack_is_added_in_the_same_launches(key, value, rank, single, queries, device, monkeypatch):
+    inputs = make([5, 80, 0, 1], 2, 2, 3, queries, 32, 5, device=device)
+    forms = [
+        Format(*one, **({"seed": 3, "book": BOOKS[one[0]]} if one[0].startswith("book") else {}))
+        for one in (key, value)
+    ]
+    pages = packed([200, 130, 0, 33], 2, 32, *forms, 64, 16, device=device)
+    bare = decode_attention_definition(scaling=0.125, **inputs, pages=pages)[0]
+    sides = [(with_remainder(side[0], 64, rank, single, seed),) for seed, side in enumerate((pages.keys, pages.values))]
+    pages = dataclasses.replace(pages, keys=sides[0], values=sides[1])
+    monkeypatch.setattr(Pages, "turned", None if forms[0].seed is not None else lambda pages, query: query)
+    out, lse = decode_attention_kernel(scaling=0.125, **inputs, pages=pages)
+    want, want_lse = decode_attention_definition(scaling=0.125, **inputs, pages=pages)
+    torch.testing.assert_close(out, want, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(lse, want_lse, atol=2e-5, rtol=2e-5)
+    assert not torch.allclose(want, bare, atol=1e-2)
+
+
 @pytest.mark.parametrize("programs", [1, 2, 3, 4])
 def test_heads_without_a_page_and_no_tail(programs, monkeypatch, device):
     """Pages alone, as one of several parts of a cache."""
@@ -502,7 +560,7 @@ def test_pages_the_kernel_cannot_read_go_through_the_definition(device):
     inputs["pages"] = on(inputs["pages"], device)
     out, _ = decode_attention(scaling=0.125, **inputs)
     assert torch.equal(out, decode_attention_definition(scaling=0.125, **inputs)[0])
-    with pytest.raises(ValueError, match="in tiles of 16 to 128"):
+    with pytest.raises(ValueError, match="and tiles of 16 to 128"):
         decode_attention_kernel(scaling=0.125, **inputs)
 
 

@@ -95,7 +95,7 @@ SCHEDULES = {
     "tova": stage("tova", every=1, joint=True),
     "a2sf": stage("a2sf", every=1, joint=True, recent=2, forget=0.5),
     "cap": stage("knorm", cap=20, joint=True),
-    "layers": stage("h2o", every=2, joint=True, layer_budget="pyramid:2", sinks=2),
+    "layers": stage("h2o", every=2, joint=True, layer_budget="pyramid:2", sinks=2, recent=4),
     "elastic": stage("elastic-cache", every=1, joint=True, compact="evict", distance=-3, growth=0.5),
     "vl-cache": stage("vl-cache", every=2, text_retain=0.9),
     "criticalkv": stage("criticalkv", every=2, joint=True, head_budget="adaptive", window=4),

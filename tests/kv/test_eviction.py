@@ -71,6 +71,7 @@ QUICK = ("vl-cache", "adaptive", "windowkv-narrow", "joint", "text")
 def test_evicting_is_hiding_and_a_row_is_the_row_alone(family: str, name: str) -> None:
     """Laws 2, 3 and 4 on rows with unequal pictures."""
     feed, recipe = zoo.inputs(family, "uneven"), RECIPES[name]
+    policy = mmaccel.get_method(recipe.stages[0].method)(**recipe.stages[0].options)
     forced = oracle.force(family, len(feed["input_ids"]))
     got = oracle.record(family, feed, recipe, forced)
     prompt, steps = oracle.replay(family, feed, forced, got.seen)
@@ -80,29 +81,27 @@ def test_evicting_is_hiding_and_a_row_is_the_row_alone(family: str, name: str) -
 
     visual, valid = oracle.visual(family, feed), feed["attention_mask"].bool()
     held = torch.stack(got.seen.later)
-    among = valid if recipe.stages[0].options.get("joint") else visual
+    among = valid if policy.joint else visual
     segments: dict[tuple[int, int], int] = {}
     with accelerated(oracle.subject(family), recipe, processor=zoo.processor(family)) as model:
         model(**feed)
         for s in model.mmaccel.layout.segments:
             segments[s.row, s.picture] = segments.get((s.row, s.picture), 0) + len(s.places)
     for row in range(len(valid)):
-        if recipe.stages[0].options.get("joint"):
+        if policy.joint:
             budget = resolve(0.3, int(valid[row].sum()))
         else:
             budget = sum(resolve(0.3, n) for (r, _), n in segments.items() if r == row)
         kept = (held[:, row] & among[row]).sum(-1)
         assert int(kept.sum()) == budget * kept.numel(), "the mean over layers and heads is the budget"
-        options = recipe.stages[0].options
-        split = mmaccel.get_method(recipe.stages[0].method)(**options)
-        if split.layer_budget == "uniform" and split.head_budget == "uniform":
+        if policy.layer_budget == "uniform" and policy.head_budget == "uniform":
             assert (kept == budget).all()
         alone = zoo.single(family, feed, row)
         pads = valid.shape[1] - alone["input_ids"].shape[1]
         single = oracle.record(family, alone, recipe, forced[row : row + 1])
         for layer, lone in zip(held[:, row], single.seen.later, strict=True):
             assert torch.equal(layer[:, pads:], lone[0]), "alone it keeps other keys"
-    if recipe.text_retain is None and not recipe.stages[0].options.get("joint"):
+    if recipe.text_retain is None and not policy.joint:
         assert (held | ~(valid & ~visual)[None, :, None]).all(), "text was dropped"
     elif recipe.text_retain is not None:
         text = valid & ~visual

@@ -8,8 +8,11 @@ import pytest
 import torch
 from coded import HEADS, WIDTH, centred, error, flat, keys_like
 from mmaccel_kernels.decode import decode_attention, decode_attention_kernel
+from mmaccel_kernels.decode import decode_attention_definition as definition
 from mmaccel_kernels.decode.operator import traced
+from mmaccel_kernels.decode.triton import readable
 from mmaccel_kernels.pages import Pages
+from mmaccel_kernels.pages.triton import MAX_RANK
 
 from mmaccel.kv.codecs.gear import GEAR, extremes, first_directions, low_rank
 
@@ -108,7 +111,7 @@ def test_a_page_is_freed_as_a_whole() -> None:
         assert torch.equal(ours.view(2, HEADS, 64, WIDTH), theirs.view(2, HEADS, 96, WIDTH)[:, :, 32:])
 
 
-def test_the_definition_reads_it_and_no_kernel() -> None:
+def test_the_definition_reads_it() -> None:
     keys, values, pages = packed(WHOLE, 64)
     query = torch.randn(2, 2 * HEADS, 1, WIDTH, generator=torch.Generator().manual_seed(1))
     none = query.new_empty(2, HEADS, 0, WIDTH)
@@ -116,8 +119,6 @@ def test_the_definition_reads_it_and_no_kernel() -> None:
     k, v = (x.view(keys.shape).repeat_interleave(2, dim=1) for x in pages.decoded())
     want = torch.nn.functional.scaled_dot_product_attention(query, k, v)
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="reads pages of codes alone"):
-        decode_attention_kernel(query, none, none, 0.1, None, pages)
 
 
 def test_pages_travel_through_an_operator() -> None:
@@ -129,3 +130,25 @@ def test_pages_travel_through_an_operator() -> None:
     assert torch.equal(ours[0], decode_attention(query, none, none, scaling=0.2, pages=pages)[0])
     bare = replace(pages, keys=(replace(pages.keys[0], rest=None),))
     assert not torch.equal(ours[0], decode_attention(query, none, none, scaling=0.2, pages=bare)[0])
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("codec", [WHOLE, WHOLE.by("official")], ids=["ours", "official"])
+def test_the_kernel_reads_it(codec: GEAR) -> None:
+    _, _, pages = packed(codec, 64)
+    rng = torch.Generator().manual_seed(1)
+    query, tail = torch.randn(2, 2 * HEADS, 1, WIDTH, generator=rng), torch.randn(2, HEADS, 3, WIDTH, generator=rng)
+    ours, theirs = (read(query, tail, tail, 0.2, None, pages) for read in (decode_attention_kernel, definition))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+    # as they are stored they are read: a copy would be a launch at every step
+    assert all(x.is_contiguous() for x in pages.tensors())
+
+
+def test_a_kernel_takes_few_numbers_beside_codes() -> None:
+    """Each is written out in it; more of them, as `rank=32`, are read by the definition."""
+    query = torch.zeros(1, HEADS, 1, WIDTH)
+    assert [
+        readable(packed(GEAR(page=64, **options), 64)[2], query, WIDTH)
+        for options in ({}, {"rank": MAX_RANK + 1}, {"sparsity": 0.9})
+    ] == [True, False, False]

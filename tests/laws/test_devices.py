@@ -23,7 +23,7 @@ import torch
 import zoo
 from torch import Tensor
 
-from mmaccel import Recipe, UnsupportedError, accelerated, get_recipe, prepare, recipes
+from mmaccel import Recipe, Stage, UnsupportedError, accelerated, get_recipe, prepare, recipes
 from mmaccel.method import ExpertMethod, FramesMethod, PreviewMethod, ReactivatingMethod, ReadingPolicy, RetracingMethod
 
 STEPS = 4
@@ -296,6 +296,35 @@ def test_layers_share_where_tokens_are_packed(name: str, prompt: str) -> None:
     # the first run of all copies rotations to the device
     few, many = ([launched(chosen, depth) for chosen in (packing, bare)] for depth in (4, 8))
     assert 0 < (many[0] - many[1] - few[0] + few[1]) / 4 <= PACKED[name]
+
+
+#: pages that are small enough for the prompt to fill some, in every form in which codes are stored
+# by choice: one for each form
+FORMS: dict[str, Stage] = {
+    "rotated": fingerprint.PAGES["turboquant"][0],
+    "halves": Stage("turboquant", None, {"page": 16, "bits": 2.5}),
+    "halves of keys": Stage("turboquant", None, {"page": 16, "bits": 3.5, "value_bits": 4}),
+    "with a product and outliers": fingerprint.PAGES["gear"][0],
+    "around a mean": fingerprint.PAGES["nsnquant"][0],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_reads_pages_as_they_are_stored(form: str) -> None:
+    """In two launches a layer more than attention is, and without a wait."""
+
+    def steps(chosen: Recipe, depth: int) -> list[simulated.Counts]:
+        worker = prepare(zoo.processor("llava"), chosen)
+        given, model = feed("llava", "image", worker), zoo.model("llava", num_hidden_layers=depth).requires_grad_(False)
+        with simulated.machine() as gpu:
+            return list(run(gpu.put(model), chosen, worker, gpu.put(given), gpu).steps[2:])
+
+    packing, bare = Recipe("stages", (FORMS[form],)), get_recipe("none")
+    few, many = ([steps(chosen, depth) for chosen in (packing, bare)] for depth in (4, 8))
+    for mine, plain, more, more_plain in zip(*few, *many, strict=True):
+        launches = [total(x.launches) for x in (mine, plain, more, more_plain)]
+        assert 0 < launches[2] - launches[3] - launches[0] + launches[1] <= 4 * LAUNCHES["codec"][1]
+        assert total(more.waits) == total(mine.waits)
 
 
 # ------------------------------------------------------------------------------------------------------- two devices

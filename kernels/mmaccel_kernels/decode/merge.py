@@ -16,7 +16,8 @@ from .._softmax import gathered, leave
 from .._triton import jit, tl, triton
 from ..launch import Repeated, is_even
 from ..pages import Plane
-from ..pages.rotation import matrices_on
+from ..pages.rotation import block_diagonal_on, matrices_on
+from ..pages.storage import rotated_apart
 
 #: what is put together at once
 PARTS = 32
@@ -53,25 +54,34 @@ class Turn(NamedTuple):
     """A map of the channels of a head before they are coded, or after.
 
     factor : ``[B Hkv, D]``, by which each is multiplied. rotation : ``[D, D]`` float32. None for none.
+    channels : ``[B Hkv, n]`` int32, those that come first in the rotation, ascending, before the others; None for the order
+        they have.
     """
 
     factor: Tensor | None
     rotation: Tensor | None
+    channels: Tensor | None = None
 
     @property
-    def kind(self) -> int:
-        """1 for factors, 2 for a rotation, 3 for both."""
-        return (self.factor is not None) + 2 * (self.rotation is not None)
+    def kind(self) -> tuple[int, int]:
+        """1 for factors, 2 for a rotation, 3 for both; and how many channels come first in it, 0 for their own order."""
+        first = 0 if self.channels is None else self.channels.shape[1]
+        return (self.factor is not None) + 2 * (self.rotation is not None), first
 
 
-def turn_of(plane: Plane) -> Turn | None:
-    """Factors and rotation of a plane that holds all channels; None if it has neither."""
-    form, factor = plane.format, plane.factor
-    if factor is None and form.seed is None:
+def turn_of(planes: tuple[Plane, ...]) -> Turn | None:
+    """Factors and rotation of a plane that holds all channels, or of two that are rotated apart; None if there is neither."""
+    plane = planes[0]
+    form, factor, device = plane.format, plane.factor, plane.codes.device
+    if rotated_apart(planes):
+        parts = tuple((of.codes.shape[2], of.format.seed or 0) for of in planes)
+        assert plane.channels is not None
+        return Turn(None, block_diagonal_on(device, parts), plane.channels.contiguous())
+    if len(planes) > 1 or (factor is None and form.seed is None):
         return None
     rotation = None
     if form.seed is not None:
-        rotation = matrices_on(plane.codes.device, plane.codes.shape[2], form.seed, form.sketch)[1]
+        rotation = matrices_on(device, plane.codes.shape[2], form.seed, form.sketch)[1]
     return Turn(None if factor is None else factor.contiguous(), rotation)
 
 
@@ -117,7 +127,7 @@ def _merging(
     types: tuple[torch.dtype | None, ...],
     share: Share | None,
     of_pages: tuple[int, int, int, int],
-    turn: int,
+    turn: tuple[int, int],
     dv: int,
 ) -> Repeated:
     """The launch, the same at every step."""
@@ -127,7 +137,7 @@ def _merging(
     options |= {"OF_PAGE": units, "LOOPS": programs, "PAGE_TILE": tile, "PAGE_EACH": each, "TURN": turn}
     options |= {"DV": dv, "BLOCK_DV": block, "PARTS": PARTS}
     # a rotation is held in registers, 64 a thread
-    return Repeated(kernel, {**options, "num_warps": max(4, block * block // 2048) if turn & 2 else 4})
+    return Repeated(kernel, {**options, "num_warps": max(4, block * block // 2048) if turn[0] & 2 else 4})
 
 
 # --- how keys are shared out ------------------------------------------------------------------------------------------
@@ -172,20 +182,35 @@ def _between(begin, end, share):
 
 
 @jit
-def _turned_back(x, factor, rotation, head, TURN: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+def place_of(channels, head, d, FIRST: tl.constexpr):
+    """Places of the channels ``d`` of a head in a rotation: the ``FIRST`` listed ``channels`` stand before the others."""
+    below, listed = tl.zeros_like(d), tl.zeros_like(d)
+    for start in tl.static_range(0, FIRST, 32):
+        k = start + tl.arange(0, 32)
+        channel = tl.load(channels + head.to(tl.int64) * FIRST + k, mask=k < FIRST, other=1 << 30)
+        below += tl.sum((channel[:, None] < d[None, :]).to(tl.int32), 0)
+        listed += tl.sum((channel[:, None] == d[None, :]).to(tl.int32), 0)
+    return tl.where(listed > 0, below, FIRST + d - below)
+
+
+@jit
+def _turned_back(x, factor, rotation, channels, head, TURN: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
     """Sums ``[BLOCK_DV]`` of values as they are stored, rotated back and multiplied by the factors of a head."""
     d = tl.arange(0, BLOCK_DV)
-    if TURN & 2:
+    if TURN[0] & 2:
         there = (d < DV)[:, None] & (d < DV)[None, :]
-        x = tl.sum(tl.load(rotation + d[:, None] * DV + d[None, :], mask=there, other=0.0) * x[:, None], 0)
-    if TURN & 1:
+        place = d
+        if TURN[1]:
+            place = place_of(channels, head, d, TURN[1])
+        x = tl.sum(tl.load(rotation + d[:, None] * DV + place[None, :], mask=there, other=0.0) * x[:, None], 0)
+    if TURN[0] & 1:
         x *= tl.load(factor + head.to(tl.int64) * DV + d, mask=d < DV, other=0.0).to(tl.float32)
     return x
 
 
 @jit(do_not_specialize=["heads", "rows", "capacity"], do_not_specialize_on_alignment=["filled"])
 def _merge(
-    part, part_lse, cu_lengths, cu_pages, filled, page_part, page_part_lse, page_bounds, factor, rotation, out, lse,
+    part, part_lse, cu_lengths, cu_pages, filled, page_part, page_part_lse, page_bounds, factor, rotation, channels, out, lse,
     heads, rows, capacity,
     DENSE: tl.constexpr, RAGGED: tl.constexpr, ROOMY: tl.constexpr, PAGE: tl.constexpr, EACH: tl.constexpr,
     UNIT: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr, OF_PAGE: tl.constexpr, LOOPS: tl.constexpr,
@@ -200,9 +225,9 @@ def _merge(
         begin, end = tl.load(page_bounds + head) * OF_PAGE, tl.load(page_bounds + head + 1) * OF_PAGE
         first, last = _between(begin, end, share)
         state = gathered(page_part, page_part_lse, head, row, rows, first, last, state, DV, BLOCK_DV, PARTS)
-        if TURN:
+        if TURN[0]:
             highest, total, acc = state
-            state = highest, total, _turned_back(acc, factor, rotation, head, TURN, DV, BLOCK_DV)
+            state = highest, total, _turned_back(acc, factor, rotation, channels, head, TURN, DV, BLOCK_DV)
     if DENSE:
         lengths = (cu_lengths, cu_pages, tl.cdiv(filled_of(filled, capacity, ROOMY), UNIT))
         share = share_of(before(lengths, heads, RAGGED, PAGE, UNIT), PROGRAMS, EACH, TILE, UNIT)
@@ -212,4 +237,4 @@ def _merge(
     leave(out, lse, head, row, rows, state, DV, BLOCK_DV)
 
 
-__all__ = ["Left", "LeftOfPages", "Share", "Turn", "before", "filled_of", "merged", "share_of", "turn_of"]
+__all__ = ["Left", "LeftOfPages", "Share", "Turn", "before", "filled_of", "merged", "place_of", "share_of", "turn_of"]

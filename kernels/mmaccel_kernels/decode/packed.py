@@ -35,13 +35,13 @@ def _products(
     """Products ``[BLOCK_M, TILE]`` of the queries with tile ``s`` of a plane of keys, and what the next tiles need of what was
     ``held`` for this one: bytes, and the queries with the scales of a group in them."""
     DTYPE: tl.constexpr = query.dtype.element_ty
-    codes, scale, zero = plane
+    codes, scale, zero, _ = plane
     index, at, stored = page
     word, operand, unit, lift = held
     if s % PLANE[12] == 0:
         word = words(codes, index, s, PLANE, PAGE, TILE, stored)
     code = digit(word, s, PLANE)
-    if PLANE[2] and PLANE[3] > TILE:
+    if PLANE[2] and PLANE[3] > TILE and PLANE[14] + PLANE[15] == 0:
         if s * TILE % PLANE[3] == 0:
             factor, added = of_channels(scale, zero, at, s * TILE // PLANE[3], PLANE, PAGE)
             # read again where it is needed: it would fill a quarter of the registers
@@ -51,7 +51,7 @@ def _products(
         products = tl.dot(operand, tl.trans(k), input_precision=PRECISION) * unit[:, None] + lift[:, None]
     else:
         token = s * TILE + tl.arange(0, TILE)
-        k = expanded(code, scale, zero, at, s * TILE // PLANE[3], token, stored, DTYPE, PLANE, PAGE)
+        k = expanded(code, plane, at, s * TILE // PLANE[3], token, stored, DTYPE, PLANE, PAGE)
         q = tl.load(query, mask=there, other=0.0)
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     return products, (word, operand, unit, lift)
@@ -59,19 +59,19 @@ def _products(
 
 @jit
 def _with_values(
-    s: tl.constexpr, held, acc, p, shrink, plane, page,
-    PLANE: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    s: tl.constexpr, held, acc, p, shrink, plane, more, page,
+    PLANE: tl.constexpr, MORE: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``acc [BLOCK_M, BLOCK]`` with the values of tile ``s``, weighed by ``p [BLOCK_M, TILE]``, and what is ``held`` for the
     next tiles: bytes, and of a group that has not ended the products with codes, a sum of their own, its weights, and what
-    ``acc`` has to shrink by."""
-    codes, scale, zero = plane
+    ``acc`` has to shrink by; last the bytes of the plane ``more`` of the other channels, if there is one."""
+    codes, scale, zero, _ = plane
     index, at, stored = page
-    word, products, weights, since = held
+    word, products, weights, since, more_word = held
     if s % PLANE[12] == 0:
         word = words(codes, index, s, PLANE, PAGE, TILE, stored)
     code = digit(word, s, PLANE)
-    if PLANE[2]:
+    if PLANE[2] and PLANE[14] + PLANE[15] == 0:
         if s * TILE % PLANE[3] == 0:
             products, weights, since = tl.zeros_like(acc), tl.zeros_like(shrink), tl.zeros_like(shrink) + 1.0
         v = number(code, p.dtype, PLANE)
@@ -84,9 +84,14 @@ def _with_values(
             acc = acc * since[:, None] + products * factor[None, :] + weights[:, None] * added[None, :]
     else:
         token = s * TILE + tl.arange(0, TILE)
-        v = expanded(code, scale, zero, at, 0, token, stored, p.dtype, PLANE, PAGE)
+        v = expanded(code, plane, at, s * TILE // PLANE[3], token, stored, p.dtype, PLANE, PAGE)
+        if MORE is not None:
+            if s % MORE[12] == 0:
+                more_word = words(more[0], index, s, MORE, PAGE, TILE, stored)
+            # each is zero in the columns of the other
+            v += expanded(digit(more_word, s, MORE), more, at, 0, token, stored, p.dtype, MORE, PAGE)
         acc = acc * shrink[:, None] + tl.dot(p, v, input_precision=PRECISION)
-    return acc, (word, products, weights, since)
+    return acc, (word, products, weights, since, more_word)
 
 
 @jit
@@ -102,18 +107,19 @@ def _channels_of(channels, head, rows, PLANE: tl.constexpr, PART: tl.constexpr):
 
 @jit
 def attend_pages(
-    state, query, head, rows, key, other, value, channels, pages, begin, own, mask, mask_step, row, queries,
+    state, query, head, rows, key, other, value, more, channels, pages, begin, own, mask, mask_step, row, queries,
     tile, tiles, scale,
     MASKED: tl.constexpr, SINGLE: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, KEY: tl.constexpr, OTHER: tl.constexpr, VALUE: tl.constexpr,
-    ADDED: tl.constexpr,
+    MORE: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     """The running softmax over pages ``tile`` to ``tiles`` of a head, whose ``own`` pages begin at ``begin`` in the table.
 
-    ``state`` is largest logit, sum of weights and sum of weighed values so far, ``key``, ``other`` (a second plane of keys)
-    and ``value`` are codes, scales and zero points, ``channels`` what the two planes of keys hold, and ``pages`` count, meta,
-    table, the first column of each, and if ``ADDED`` where every row has what is added to its products by column. ``KEY``,
-    ``OTHER`` (or None) and ``VALUE`` are :func:`..pages.triton.plane`.
+    ``state`` is largest logit, sum of weights and sum of weighed values so far, ``key``, ``other`` (a second plane of keys),
+    ``value`` and ``more`` (a second plane of values) are codes, scales, zero points and remainders, ``channels`` what the two
+    planes of keys hold, and ``pages`` count, meta, table, the first column of each, and if ``ADDED`` where every row has what
+    is added to its products by column. ``KEY``, ``OTHER`` (or None), ``VALUE`` and ``MORE`` (or None) are
+    :func:`..pages.triton.plane`.
     """
     highest, total, acc = state
     count, meta, table, columns, added = pages
@@ -132,7 +138,7 @@ def attend_pages(
         stored = tl.load(count + index)
         at = tl.load(meta + index).to(tl.int64)
         place = (index.to(tl.int64), at, stored)
-        held, other_held, value_held = (0, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0)
+        held, other_held, value_held = (0, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0)
         for s in tl.static_range(PAGE // TILE):
             if s > 0:
                 # one tile after the other: work on several at once would take more registers than there are
@@ -140,10 +146,10 @@ def attend_pages(
             token = s * TILE + t
             logits, held = _products(s, held, of_key, there, key, place, KEY, PRECISION, PAGE, TILE)
             if OTHER is not None:
-                more, other_held = _products(
+                products, other_held = _products(
                     s, other_held, of_other, other_there, other, place, OTHER, PRECISION, PAGE, TILE
                 )
-                logits += more
+                logits += products
             column = token
             if MASKED or ADDED:
                 column = tl.load(columns + page) + token
@@ -154,5 +160,7 @@ def attend_pages(
             logits = tl.where(seen, logits * scale, float("-inf"))
             p, shrink, highest, total = weighed(logits, highest, total)
             p = p.to(query.dtype.element_ty)
-            acc, value_held = _with_values(s, value_held, acc, p, shrink, value, place, VALUE, PRECISION, PAGE, TILE)
+            acc, value_held = _with_values(
+                s, value_held, acc, p, shrink, value, more, place, VALUE, MORE, PRECISION, PAGE, TILE
+            )
     return highest, total, acc

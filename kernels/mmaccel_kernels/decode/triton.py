@@ -18,10 +18,11 @@ from torch import Tensor
 from .._triton import jit, tl, triton
 from ..launch import Repeated, is_even, workspace
 from ..pages import Pages, Plane
-from ..pages.triton import plane
+from ..pages.storage import rotated_apart
+from ..pages.triton import MAX_RANK, MAX_SINGLE, plane, remainder_of
 from . import paged
 from .dense import attend
-from .merge import Left, LeftOfPages, Share, Turn, before, filled_of, merged, share_of, turn_of
+from .merge import Left, LeftOfPages, Share, Turn, before, filled_of, merged, place_of, share_of, turn_of
 from .naive import Flat
 from .packed import attend_pages
 from .paged import LOG2E
@@ -35,7 +36,9 @@ PROGRAMS_EACH = 2
 #: keys that shares are counted in: few enough that every multiprocessor has work where a head stores a thousand
 UNIT = 16
 
-_NO_PLANES = tuple({"PAGE": 0, "TILE": 0, "KEY": None, "OTHER": None, "VALUE": None, "ADDED": False}.items())
+_NO_PLANES = tuple(
+    {"PAGE": 0, "TILE": 0, "KEY": None, "OTHER": None, "VALUE": None, "MORE": None, "ADDED": False}.items()
+)
 
 #: arguments that change with the lengths: nothing is compiled for their values
 _CHANGING = [
@@ -72,16 +75,16 @@ def decode_attention_kernel(
         raise ValueError(
             f"query has {query.shape[2]} tokens and the decode kernel takes at most {MAX_QUERIES}; use prefill attention."
         )
-    turn = turn_of(pages.values[0]) if pages is not None and pages.values_turned else None
+    turn = turn_of(pages.values) if pages is not None and pages.values_turned else None
     stored = pages if pages is None or turn is None else pages.with_values_as_stored()
     # the loop in CUDA C++ takes a positive scale
     by_hand = stored is not None and scaling > 0 and added is None and not stored.remains
     found = paged.loop(stored, query, visible is not None) if stored is not None and by_hand else None
     looped = stored is not None and (found is not None or paged.fits(stored, query, dv))
-    if not looped and not readable(stored, query, dv):
+    if not looped and not readable(pages, query, dv):
         raise ValueError(
-            "The decode kernel reads pages of codes alone, in one or two planes of keys and one of values and in tiles of 16 "
-            "to 128."
+            "The decode kernel reads pages in one or two planes of keys, one of values or two that are rotated apart, and "
+            "tiles of 16 to 128."
         )
     query = query.contiguous()
     keys_turn = None if stored is None else _of_keys(stored)
@@ -115,10 +118,10 @@ def decode_attention_kernel(
 
 def _of_keys(pages: Pages) -> Turn | None:
     """What a query is turned by in the launch for other keys: where keys are in one plane of all channels, and are rotated or
-    have factors."""
+    have factors, or in two that are rotated apart."""
     first = pages.keys[0]
     alike = len(pages.keys) == 1 and first.channels is None and not first.format.fourier
-    return turn_of(first) if alike else None
+    return turn_of(pages.keys) if alike or rotated_apart(pages.keys) else None
 
 
 def _leave_keys(
@@ -222,8 +225,17 @@ def readable(pages: Pages | None, query: Tensor, dv: int) -> bool:
     """Whether a kernel reads these pages: at most two planes of keys, one of values, tiles that a product can take."""
     if pages is None or paged.fits(pages, query, dv):
         return True
-    whole = len(pages.values) == 1 and pages.values[0].channels is None and not pages.summed
-    return whole and len(pages.keys) <= 2 and pages.tile in (16, 32, 64, 128)
+    apart = rotated_apart(pages.values) and all(of.format.axis == "token" and of.rest is None for of in pages.values)
+    whole = len(pages.values) == 1 and pages.values[0].channels is None
+    if not (whole or apart) or pages.summed or len(pages.keys) > 2 or pages.tile not in (16, 32, 64, 128):
+        return False
+    return not pages.remains or (len(pages.keys) == 1 and _adds(pages.keys[0]) and _adds(pages.values[0]))
+
+
+def _adds(of: Plane) -> bool:
+    """Whether a kernel adds the remainder of a plane to its codes: of few numbers, and of all channels."""
+    rank, single = remainder_of(of)
+    return rank <= MAX_RANK and single <= MAX_SINGLE and of.channels is None
 
 
 class Launch(NamedTuple):
@@ -268,25 +280,35 @@ def _packed_arguments(
 ) -> tuple[list[Tensor | None], tuple[tuple[str, Any], ...]]:
     """Tensors of pages, in the order of the kernel, and what it must know of them."""
     if pages is None:
-        return [None] * 16, _NO_PLANES
+        return [None] * 27, _NO_PLANES
 
     def tensors(of: Plane) -> list[Tensor]:
         return [t.contiguous() for t in (of.codes, of.scale, of.scale if of.zero is None else of.zero)]
 
-    first, other, value = pages.keys[0], pages.keys[-1], pages.values[0]
+    def remainder(of: Plane) -> list[Tensor | None]:
+        if of.rest is None:
+            return [None] * 4
+        # what there is none of is never read
+        return [of.scale if part is None else part.contiguous() for part in of.rest.parts]
+
+    first, other, value, more = pages.keys[0], pages.keys[-1], pages.values[0], pages.values[1:]
+    block = max(16, triton.next_power_of_2(pages.width_of(pages.values))) if more else 0
     channels = [of.channels.contiguous() if of.channels is not None else pages.table for of in (first, other)]
     constants = {
         "PAGE": pages.page,
         "TILE": pages.tile,
         "KEY": plane(first, like.dtype),
         "OTHER": plane(other, like.dtype) if len(pages.keys) == 2 else None,
-        "VALUE": plane(value, like.dtype),
+        "VALUE": plane(value, like.dtype, 0, block),
+        "MORE": plane(more[0], like.dtype, value.codes.shape[2], block) if more else None,
         "ADDED": added is not None,
     }
     lists = [pages.count, pages.meta, pages.table]
     lists.append(_columns(pages) if masked or added is not None else pages.table)
     lists.append(pages.table if added is None else added)
-    return [*tensors(first), *tensors(other), *tensors(value), *channels, *lists], tuple(constants.items())
+    planes = [*tensors(first), *remainder(first), *tensors(other), *tensors(value), *remainder(value)]
+    planes += tensors(more[0]) if more else [None] * 3
+    return [*planes, *channels, *lists], tuple(constants.items())
 
 
 def _columns(pages: Pages) -> Tensor:
@@ -344,7 +366,9 @@ def _leave(state, part, part_lse, program, head, row, rows, DV: tl.constexpr, BL
 
 
 @jit
-def _turn(query, turned, factor, rotation, heads, rows, TURN: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _turn(
+    query, turned, factor, rotation, first_channels, heads, rows, TURN: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
     """Leave rows of the query as keys are coded: multiplied by the factors of their head, and rotated."""
     ONCE: tl.constexpr = 8192 // BLOCK_D if BLOCK_D > 64 else BLOCK_D
     d = tl.arange(0, BLOCK_D)
@@ -353,14 +377,20 @@ def _turn(query, turned, factor, rotation, heads, rows, TURN: tl.constexpr, D: t
         number = tl.zeros([], tl.int64) + at
         own = number * D
         q = tl.load(query + own + d, mask=d < D, other=0.0)
-        if TURN & 1:
+        if TURN[0] & 1:
             of_head = number // rows * D
             q = (q.to(tl.float32) * tl.load(factor + of_head + d, mask=d < D, other=0.0).to(tl.float32)).to(q.dtype)
-        if TURN & 2:
+        if TURN[0] & 2:
+            column = d
+            if TURN[1]:
+                column = place_of(first_channels, number // rows, d, TURN[1])
             for start in tl.static_range(0, BLOCK_D, ONCE):
                 to = start + tl.arange(0, ONCE)
                 there = (to < D)[:, None] & (d < D)[None, :]
-                part = tl.load(rotation + to[:, None] * D + d[None, :], mask=there, other=0.0)
+                line = to
+                if TURN[1]:
+                    line = place_of(first_channels, number // rows, to, TURN[1])
+                part = tl.load(rotation + line[:, None] * D + column[None, :], mask=there, other=0.0)
                 made = tl.sum(part * q.to(tl.float32)[None, :], 1)
                 tl.store(turned + own + to, made.to(q.dtype), mask=to < D)
         else:
@@ -370,21 +400,22 @@ def _turn(query, turned, factor, rotation, heads, rows, TURN: tl.constexpr, D: t
 @jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=["filled"])
 def _decode(
     query, turned, flat_keys, flat_values, cu_lengths, keys, values, filled, mask, part, part_lse, cu_pages,
-    key_codes, key_scale, key_zero, other_codes, other_scale, other_zero, value_codes, value_scale, value_zero,
-    channels, other_channels, count, meta, table, columns, added, factor, rotation,
+    key_codes, key_scale, key_zero, key_left, key_right, key_single, key_place, other_codes, other_scale, other_zero,
+    value_codes, value_scale, value_zero, value_left, value_right, value_single, value_place, more_codes, more_scale, more_zero,
+    channels, other_channels, count, meta, table, columns, added, factor, rotation, first_channels,
     scale, heads, kv_heads, rows, queries, capacity,
     key_b, key_h, key_n, value_b, value_h, value_n, mask_b, mask_h, mask_q, flat_column, tail_column, added_step,
     RAGGED: tl.constexpr, ROOMY: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr,
     EACH: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, KEY: tl.constexpr, OTHER: tl.constexpr, VALUE: tl.constexpr, ADDED: tl.constexpr,
-    TURN: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, KEY: tl.constexpr, OTHER: tl.constexpr, VALUE: tl.constexpr, MORE: tl.constexpr,
+    ADDED: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """One share of all keys: for every head in it, attention over its part of the share, and its log-sum-exp. With ``TURN``
     also a share of the query's rows is turned, for a later launch."""
     program = tl.program_id(0)
-    if TURN:
-        _turn(query, turned, factor, rotation, heads, rows, TURN, D, BLOCK_D)
+    if TURN[0]:
+        _turn(query, turned, factor, rotation, first_channels, heads, rows, TURN, D, BLOCK_D)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     tail = filled_of(filled, capacity, ROOMY)
@@ -414,14 +445,23 @@ def _decode(
             more = added
             if ADDED:
                 more = added + (head.to(tl.int64) * rows + row) * added_step
+            # where nothing is added to codes any address will do
+            of_key, of_value, second = (channels,) * 4, (channels,) * 4, (channels,) * 3
+            if KEY[14] + KEY[15] > 0:
+                of_key = (key_left, key_right, key_single, key_place)
+            if VALUE[14] + VALUE[15] > 0:
+                of_value = (value_left, value_right, value_single, value_place)
+            if MORE is not None:
+                second = (more_codes, more_scale, more_zero)
             state = attend_pages(
                 state, turned + (head.to(tl.int64) * rows + row)[:, None] * D, head, row < rows,
-                (key_codes, key_scale, key_zero), (other_codes, other_scale, other_zero),
-                (value_codes, value_scale, value_zero), (channels, other_channels),
+                (key_codes, key_scale, key_zero, of_key), (other_codes, other_scale, other_zero, of_key),
+                (value_codes, value_scale, value_zero, of_value), (second[0], second[1], second[2], of_value),
+                (channels, other_channels),
                 (count, meta, table, columns, more), packed, own_pages, visible, mask_q, row, queries,
                 # a page is read by the program that has its first unit
                 tl.cdiv(unit, PAGE // UNIT), tl.cdiv(units, PAGE // UNIT), scale,
-                MASKED, SINGLE, PRECISION, D, PAGE, TILE, KEY, OTHER, VALUE, ADDED,
+                MASKED, SINGLE, PRECISION, D, PAGE, TILE, KEY, OTHER, VALUE, MORE, ADDED,
             )  # fmt: skip
             own_units = own_pages * (PAGE // UNIT)
             unit, units = tl.maximum(unit - own_units, 0), units - own_units

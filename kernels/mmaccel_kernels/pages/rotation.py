@@ -80,6 +80,14 @@ def matrices_on(device: torch.device, width: int, seed: int, sketch: bool) -> tu
         return exact, exact.float().contiguous()
 
 
+@lru_cache(maxsize=64)
+def block_diagonal_on(device: torch.device, parts: tuple[tuple[int, int], ...]) -> Tensor:
+    """The rotation of channels that are rotated in parts, of so many channels and by such a seed each, ``[D, D]`` float32 on a
+    device."""
+    with torch.inference_mode(False):
+        return torch.block_diag(*(matrices_on(device, width, seed, False)[1] for width, seed in parts))
+
+
 def _hadamard(x: Tensor) -> Tensor:
     """Sylvester's Hadamard matrix of order ``D`` over ``sqrt(D)``, times ``x [..., D]``."""
     width, step = x.shape[-1], 1

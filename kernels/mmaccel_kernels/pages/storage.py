@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from .format import Format
-from .naive import dequantise, pack, turned, unpack
+from .naive import dequantise, pack, turned, turned_back, unpack
 from .ragged import cumulative, ranges, sums
 
 
 @dataclass(frozen=True)
 class Remainder:
-    """Correction of the codes of pages, in the rows of their scales: a product of two factors, and single numbers.
+    """Correction of the codes of pages, in the rows of their scales: a product of two factors, and single numbers. Where
+    channels are rotated before they are coded, it is one of rotated channels.
 
     left, right : ``[M, page, r]`` and ``[M, r, D']``, whose product is added to what codes represent; None for none.
     value, place : ``[M, n]`` numbers that are added, and ``[M, n]`` int16 or int32, where: at ``token D' + channel``; None for
-        none.
+        none. Every channel has as many, one channel after the other, where scales are by channel, and else every token.
     """
 
     left: Tensor | None = None
@@ -92,8 +93,10 @@ class Plane:
             shape = out.shape[:-2]
             codes, scale = codes.view(out.shape), scale.view(*shape, *scale.shape[1:])
             zero = None if zero is None else zero.view(*shape, *zero.shape[1:])
-        found = dequantise(codes, self.format, scale, zero, out)
-        return found if self.rest is None else self.rest.added_to(found, meta)
+        if self.rest is None:
+            return dequantise(codes, self.format, scale, zero, out)
+        coded = dequantise(codes, replace(self.format, seed=None, fourier=False), scale, zero)
+        return turned_back(self.rest.added_to(coded, meta), self.format)
 
     def joined(self, other: Plane) -> Plane:
         """Both, one behind the other; channels and factors are those of ``other``, which may differ where nothing is stored
@@ -101,6 +104,14 @@ class Plane:
         theirs = other.of_rows()
         joined = self.with_rows(lambda x: torch.cat([x, next(theirs)]), torch.cat([self.codes, other.codes]))
         return replace(joined, channels=other.channels, factor=other.factor)
+
+
+def rotated_apart(planes: tuple[Plane, ...]) -> bool:
+    """Whether these are two planes of a part of the channels each, which are rotated and nothing else."""
+    return len(planes) == 2 and all(
+        of.channels is not None and of.format.seed is not None and not of.format.sketch and of.factor is None
+        for of in planes
+    )
 
 
 @dataclass(frozen=True)
@@ -179,9 +190,11 @@ class Pages:
 
     @property
     def values_turned(self) -> bool:
-        """Whether values are stored in one plane, and are rotated or have factors."""
+        """Whether values are stored in one plane, and are rotated or have factors, or in two that are rotated apart."""
         first = self.values[0]
-        return len(self.values) == 1 and (first.format.seed is not None or first.factor is not None)
+        if len(self.values) == 1:
+            return first.format.seed is not None or first.factor is not None
+        return rotated_apart(self.values)
 
     def with_values_as_stored(self) -> Pages:
         """The same pages, of whose values nothing is rotated back or multiplied by factors."""
@@ -195,8 +208,8 @@ class Pages:
 
     @cached_property
     def summed(self) -> bool:
-        """Whether a side is a sum: of several planes of all channels, or of codes and their remainder."""
-        return self.remains or any(len(side) > 1 and side[0].channels is None for side in (self.keys, self.values))
+        """Whether a side is a sum of several planes of all channels."""
+        return any(len(side) > 1 and side[0].channels is None for side in (self.keys, self.values))
 
     @cached_property
     def remains(self) -> bool:

@@ -15,21 +15,37 @@ from .._triton import jit, tl, triton
 from .format import Format
 from .storage import Plane
 
+#: columns of a product, and numbers of a channel or token, that a kernel adds to codes
+MAX_RANK, MAX_SINGLE = 16, 32
 
-def plane(of: Plane, dtype: torch.dtype) -> tuple[Any, ...]:
+
+def remainder_of(of: Plane) -> tuple[int, int]:
+    """Columns of the product that is added to codes, and how many single numbers a channel has, or a token where scales are by
+    token; 0 for none."""
+    rest = of.rest
+    if rest is None:
+        return 0, 0
+    lines = of.codes.shape[2] if of.format.axis == "channel" else of.scale.shape[1]
+    return 0 if rest.left is None else rest.left.shape[2], 0 if rest.value is None else rest.value.shape[1] // lines
+
+
+def plane(of: Plane, dtype: torch.dtype, first: int = 0, block: int = 0) -> tuple[Any, ...]:
     """Compile-time constants of a plane: code, digits, whether channels share scales, group, centre, whether there are zero
     points, width, padded width, what a code becomes more by when it becomes a number of ``dtype``, whether channels are
-    interleaved; the positive levels of a book and how many these are; how many tiles have their codes in the same bytes."""
-    return _constants(of.format, of.codes.shape[2], dtype)
+    interleaved; the positive levels of a book and how many these are; how many tiles have their codes in the same bytes; the
+    column of its ``first`` channel in a ``block`` of columns; :func:`remainder_of` it."""
+    return _constants(of.format, of.codes.shape[2], dtype, first, block, *remainder_of(of))
 
 
 @lru_cache(maxsize=256)
-def _constants(form: Format, width: int, dtype: torch.dtype) -> tuple[Any, ...]:
+def _constants(
+    form: Format, width: int, dtype: torch.dtype, first: int, block: int, rank: int, single: int
+) -> tuple[Any, ...]:
     """:func:`plane` of codes of ``width`` channels: a step asks the same of every layer."""
     offset = {torch.bfloat16: 128 if form.levels <= 128 else 0, torch.float16: 1024, torch.float32: 0}[dtype]
     if form.code == "fp8" or form.axis == "token":
         offset = 0
-    block = max(16, triton.next_power_of_2(width))
+    block = block or max(16, triton.next_power_of_2(width))
     return (
         form.code,
         form.digits,
@@ -44,7 +60,21 @@ def _constants(form: Format, width: int, dtype: torch.dtype) -> tuple[Any, ...]:
         form.book,
         len(form.book),
         4 if form.three_bits else form.digits,
+        first,
+        rank,
+        single,
     )
+
+
+@jit
+def _channels(PLANE: tl.constexpr):
+    """The channels of a plane in columns of a tile, and which of them there are."""
+    d = tl.arange(0, PLANE[7])
+    there = d < PLANE[6]
+    if PLANE[13]:
+        d -= PLANE[13]
+        there = (d >= 0) & (d < PLANE[6])
+    return d, there
 
 
 @jit
@@ -113,14 +143,15 @@ def _words(
 ):  # fmt: skip
     """The bytes of ``block``, of so many digits each."""
     WIDTH: tl.constexpr = PLANE[6]
-    t, d = tl.arange(0, TILE), tl.arange(0, PLANE[7])
+    t = tl.arange(0, TILE)
+    d, in_plane = _channels(PLANE)
     rows: tl.constexpr = (PAGE + TILE * DIGITS - 1) // (TILE * DIGITS) * TILE
     place = d
     if PLANE[9]:
         place = d // (PLANE[3] // 8) % 8 * (WIDTH // 8) + d // PLANE[3] * (PLANE[3] // 8) + d % (PLANE[3] // 8)
     at = codes + index * (rows * WIDTH) + (block * TILE + t)[:, None] * WIDTH + place[None, :]
     # a byte's first digit is its earliest token
-    there = ((block * DIGITS * TILE + t) < stored)[:, None] & (d < WIDTH)[None, :]
+    there = ((block * DIGITS * TILE + t) < stored)[:, None] & in_plane[None, :]
     return tl.load(at, mask=there, other=0)
 
 
@@ -148,20 +179,46 @@ def of_channels(scale, zero, at, group, PLANE: tl.constexpr, PAGE: tl.constexpr)
 
 
 @jit
-def expanded(
-    digit, scale, zero, at, group, token, stored, DTYPE: tl.constexpr, PLANE: tl.constexpr, PAGE: tl.constexpr
-):
-    """``[TILE, BLOCK]``: what the codes of one tile represent, where scales serve no more than it."""
+def _remainder(rest, at, token, stored, PLANE: tl.constexpr, PAGE: tl.constexpr):
+    """``[TILE, BLOCK]`` float32: what is added to the codes of one tile."""
+    RANK: tl.constexpr = PLANE[14]
+    SINGLE: tl.constexpr = PLANE[15]
+    WIDTH: tl.constexpr = PLANE[6]
+    left, right, value, place = rest
+    d, there = _channels(PLANE)
+    found = tl.zeros([token.shape[0], PLANE[7]], tl.float32)
+    for k in tl.static_range(RANK):
+        of_token = tl.load(left + (at * PAGE + token) * RANK + k, mask=token < stored, other=0.0)
+        of_channel = tl.load(right + (at * RANK + k) * WIDTH + d, mask=there, other=0.0)
+        found += of_token.to(tl.float32)[:, None] * of_channel.to(tl.float32)[None, :]
+    for k in tl.static_range(SINGLE):
+        if PLANE[2]:
+            line = (at * WIDTH + d) * SINGLE + k
+            number = tl.load(value + line, mask=there, other=0.0).to(tl.float32)
+            of = tl.load(place + line, mask=there, other=0).to(tl.int32) // WIDTH
+            found += tl.where(token[:, None] == of[None, :], number[None, :], 0.0)
+        else:
+            line = (at * PAGE + token) * SINGLE + k
+            number = tl.load(value + line, mask=token < stored, other=0.0).to(tl.float32)
+            of = tl.load(place + line, mask=token < stored, other=0).to(tl.int32) % WIDTH
+            found += tl.where(of[:, None] == d[None, :], number[:, None], 0.0)
+    return found
+
+
+@jit
+def expanded(digit, plane, at, group, token, stored, DTYPE: tl.constexpr, PLANE: tl.constexpr, PAGE: tl.constexpr):
+    """``[TILE, BLOCK]``: what the codes of one tile and their remainder represent, where scales serve no more than it."""
+    _, scale, zero, rest = plane
     CODE: tl.constexpr = PLANE[0]
     WIDTH: tl.constexpr = PLANE[6]
     if PLANE[2]:
         of_channel, added_to = of_channels(scale, zero, at, group, PLANE, PAGE)
         factor, added = of_channel[None, :], added_to[None, :]
     else:
-        d = tl.arange(0, PLANE[7])
+        d, in_plane = _channels(PLANE)
         own = at * (PAGE * (WIDTH // PLANE[3]))
         place = token[:, None] * (WIDTH // PLANE[3]) + (d // PLANE[3])[None, :]
-        there = (token < stored)[:, None] & (d < WIDTH)[None, :]
+        there = (token < stored)[:, None] & in_plane[None, :]
         factor, added = _meta(scale + own, zero + own, place, there, PLANE)
     if CODE == "fp8":
         value = number(digit, tl.float32, PLANE)
@@ -169,4 +226,7 @@ def expanded(
         value = level(digit, PLANE)
     else:
         value = digit.to(tl.float32) - PLANE[4]
-    return (value * factor + added).to(DTYPE)
+    value = value * factor + added
+    if PLANE[14] + PLANE[15] > 0:
+        value += _remainder(rest, at, token, stored, PLANE, PAGE)
+    return value.to(DTYPE)

@@ -30,8 +30,8 @@ class GEAR(Codec):
     place before the others are quantised. ``L R`` is the best matrix of low rank for what is then missing in a page of a head,
     found by a power iteration.
 
-    A page is unpacked at every step that reads it, on a GPU too, since no kernel reads the correction: such a step is slower
-    than one over keys in full precision. Choose it for answers at few bytes; ``kivi`` and ``turboquant`` are read as they are.
+    A kernel adds ``L R`` and the outliers to the codes of a few tokens at a time, for up to 16 columns of ``L`` and 32 outliers
+    of a channel or token; with more of them, a page is unpacked at every step that reads it.
 
     ``variant="official"``: outliers of values are those of all heads of a token together, as many as the program has, and as
     many outliers in every channel of keys. Room for all of them is kept in every head.
@@ -79,6 +79,10 @@ class GEAR(Codec):
             code, "token", channel_group(self.group, channels)
         )
 
+    def tile_of(self, width: int) -> int:
+        # of the kernel that adds to codes what they lack
+        return 16
+
     def packed_bits(self, channels: int) -> float:
         at = torch.iinfo(_type(self.page, channels)).bits
         outliers = self.outliers(self.page) / self.page + self.outliers(channels) / channels
@@ -120,7 +124,8 @@ class GEAR(Codec):
         if self.rank:
             begin = first_directions(width, min(self.rank, width)).to(x.device, non_blocking=x.device.type != "cpu")
             product = low_rank(missing.masked_fill(turned(apart), 0.0), begin, self.rounds)
-            rest = Remainder(*(kept(part, dtype) for part in product))
+            # as kernels read them: a copy at every step would be a launch
+            rest = Remainder(*(kept(part.contiguous(), dtype) for part in product))
         if count:
             slots, real = leftmost(apart, min(2 * count, lines.shape[2]))
             line = torch.arange(lines.shape[1], device=x.device)[:, None]

@@ -7,7 +7,7 @@ from typing import Literal, cast
 
 import torch
 from mmaccel_kernels.pack import kept, meta_type, quantise
-from mmaccel_kernels.pages import Code, Format, Pages, Plane, Remainder
+from mmaccel_kernels.pages import Code, Format, Pages, Plane, Remainder, turned, turned_back
 from torch import Tensor
 
 from ...method import register
@@ -26,9 +26,6 @@ class NSNQuant(Codec):
     (shift), and what is left is scaled to that length again (normalise) and rotated. Then every channel is nearly N(0, 1),
     whatever the model is, and needs no calibration: ``x = n1 (mean + n2 R^T codes)``. A token has two scales, ``n1`` and
     ``n1 n2``, a page the mean.
-
-    A page is unpacked at every step that reads it, as pages of ``gear`` are: such a step is slower than one over keys in full
-    precision.
 
     Parameters
     ----------
@@ -73,12 +70,13 @@ class NSNQuant(Codec):
         tokens = x[torch.where(there[..., 0], cut.start[:, None] + token, 0)].float().masked_fill(~there, 0.0)
         length, mean = shifted(tokens, cut.count)
         # as they are stored, so that codes make up for their rounding
-        length, mean = kept(length, dtype), kept(mean, dtype)
-        rest = (tokens - length.float() @ mean.float()).masked_fill(~there, 0.0)
+        length, turned_mean = kept(length, dtype), kept(turned(mean, format), dtype)
+        mean = turned_back(turned_mean.float(), format)
+        rest = (tokens - length.float() @ mean).masked_fill(~there, 0.0)
         start = torch.arange(len(tokens), device=x.device) * self.page
         flat = rest.flatten(0, 1).contiguous()
         plane = quantise(flat, start, cut.count, format, page=self.page, tile=cut.tile, meta_dtype=dtype)
-        return replace(plane, rest=Remainder(length, mean))
+        return replace(plane, rest=Remainder(length, turned_mean))
 
 
 def shifted(tokens: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:

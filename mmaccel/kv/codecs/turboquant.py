@@ -34,7 +34,7 @@ class TurboQuant(Codec):
     ----------
     bits : of keys, and of values unless ``value_bits`` says otherwise. 4 by default; the paper has 2.5 and 3.5 as well: the
         half of the channels with the largest mean size over the heads of a prompt has one bit more than the others, and each
-        half a rotation and a scale of its own. Values of 2.5 or 3.5 bits are unpacked at every step: no kernel reads them.
+        half a rotation and a scale of its own.
     value_bits : of values; None for ``bits``.
     seed : of the rotation: a Hadamard transform after random signs (none for 0) where the number of channels is a power of 2,
         else the orthogonal factor of a random matrix.
