@@ -276,6 +276,27 @@ def test_what_cannot_be_combined() -> None:
         get_recipe("kivi").override(retain=0.5)
 
 
+def test_the_recipe_for_pages_of_text() -> None:
+    """`document`: every token is read, then half of the visual keys stay, with fewer channels and in 4 bits."""
+    tiny, feed = model("llava"), inputs("llava", "uneven")
+    visual = int(zoo.visual_mask("llava", tiny, feed["input_ids"]).sum())
+    bare = generate(tiny, feed, new=2)
+    policy, codec = get_recipe("document").stages
+    small = Stage(codec.method, None, {**codec.options, "page": 16, "group": 16, "residual": 0, "align": 4})
+    with accelerated(tiny, Recipe("document", (policy, small))):
+        out = generate(tiny, feed, new=2)
+        stages = tiny.mmaccel.stats()["stages"]
+    # the first token follows the whole prompt
+    assert torch.equal(logits(out)[:, 0], logits(bare)[:, 0])
+    assert [stage["site"] for stage in stages] == ["cache", "codec"]
+    assert stages[0]["tokens_in"] == visual and abs(stages[0]["tokens_kept"] - visual / 2) <= 1
+    for layer in out.past_key_values.mmaccel.layers:
+        assert layer.pages is not None
+        (keys,), (values,) = layer.pages.keys, layer.pages.values
+        assert keys.codes.shape[2] < values.codes.shape[2]
+        assert keys.format.code == values.format.code == "int4"
+
+
 def test_options_are_checked_together() -> None:
     made = recipe_of("kivi", page=16, group=16)
     assert made == recipe_of("kivi", group=16, page=16)

@@ -34,7 +34,8 @@ class TurboQuant(Codec):
     ----------
     bits : of keys, and of values unless ``value_bits`` says otherwise. 4 by default; the paper has 2.5 and 3.5 as well: the
         half of the channels with the largest mean size over the heads of a prompt has one bit more than the others, and each
-        half a rotation and a scale of its own.
+        half a rotation and a scale of its own. Halves are read by a kernel in Triton, and no loop in CUDA C++ as those of whole
+        bits are: by a count of instructions, a step over a long cache takes longer than one over keys in full precision.
     value_bits : of values; None for ``bits``.
     seed : of the rotation: a Hadamard transform after random signs (none for 0) where the number of channels is a power of 2,
         else the orthogonal factor of a random matrix.
@@ -43,7 +44,8 @@ class TurboQuant(Codec):
         token of ``D`` channels. ``three_sigma``: for normal numbers cut at 3, as in the package turboquant-vllm.
     values : ``rotated``, or ``uniform``: not rotated, and in equal steps from the smallest to the largest channel, as in vLLM.
     sketch : store values in one bit less, and the signs of random sums of what is left, from which that is estimated without
-        bias. The error is larger, and such values are unpacked at every step.
+        bias. The error is larger, and such values are unpacked at every step: 123 operations a layer beside attention, where
+        others take 2.
     page : tokens that are packed at once; a token has its own scale, so the size does not affect the error.
     residual : newest tokens in full precision.
 
