@@ -57,7 +57,8 @@ summed.
 multiplied by those of keys before they are read, and what is summed of values by theirs.
 
 **Remainders.** What codes lack may stand beside them, in the rows of the scales: a product of two thin matrices, and single
-numbers with their places (:class:`Remainder`). Both are added to what codes represent; the kernel in Triton does so tile by tile.
+numbers with their places (:class:`Remainder`). Both are added to what codes represent; the kernel in Triton does so tile by
+tile.
 
 **Planes.** Keys (or values) may be split over channels into planes of different codes. A plane says which channels it
 holds in ``channels [B Hkv, D']``; None says all, in order. What several planes hold of all channels is summed.

@@ -30,10 +30,10 @@ class GEAR(Codec):
     place before the others are quantised. ``L R`` is the best matrix of low rank for what is then missing in a page of a head,
     found by a power iteration.
 
-    A kernel in Triton adds ``L R`` and the outliers to the codes of a few tokens at a time, for up to 16 columns of ``L`` and 32
-    outliers of a channel or token; with more of them, a page is unpacked at every step that reads it. No loop in CUDA C++ reads
-    such pages: by a count of instructions, a step over a long cache takes longer than one over keys in full precision. Choose
-    ``gear`` for answers at few bytes; ``kivi`` and ``turboquant`` have such loops.
+    A kernel in Triton adds ``L R`` and the outliers to the codes of a few tokens at a time, for up to 16 columns of ``L`` and
+    32 outliers of a channel or token; with more of them, a page is unpacked at every step that reads it. No loop in CUDA C++
+    reads such pages: by a count of instructions, a step over a long cache takes longer than one over keys in full precision.
+    Choose ``gear`` for answers at few bytes; ``kivi`` and ``turboquant`` have such loops.
 
     ``variant="official"``: outliers of values are those of all heads of a token together, as many as the program has, and as
     many outliers in every channel of keys. Room for all of them is kept in every head.
