@@ -267,10 +267,8 @@ class QuantisedLayer(CompressedLayer):
 
     def tensors(self) -> Iterable[Tensor]:
         """Every tensor this layer holds."""
-        yield from super().tensors()
-        yield from self.packed.tensors()
-        if self.key_bias is not None:
-            yield self.key_bias
+        own = () if self.key_bias is None else (self.key_bias,)
+        yield from (*super().tensors(), *self.packed.tensors(), *own)
 
     def _select(self, rows: Tensor) -> None:
         super()._select(rows)
