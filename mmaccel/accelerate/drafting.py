@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from os import PathLike
-from types import NoneType
+from types import NoneType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -23,16 +23,18 @@ from ..kv.cache import cache_bytes
 from ..method.model_options import Loaded, keep
 from ..recipe import Recipe, RecipeLike, TunedRecipe, get_recipe
 from ..recipe.recipe import overrides
+from ..runtime.build import plan_for_call
 from ..runtime.call.call import Call, current
-from ..runtime.call.plan import ModelPlan
+from ..runtime.call.plan import ModelPlan, first_set
 from ..runtime.decoding.drafting import Copying, CopyingTrees, Drafting, Source
 from ..runtime.decoding.head_draft import HeadDraft
 from ..runtime.decoding.layer_skip import LayerSkip
 from ..runtime.decoding.length import MEMORY, Costs, Price, best_length
 from ..runtime.decoding.loop import Decoder
 from ..runtime.decoding.model_draft import ModelDraft
-from ..runtime.decoding.reader import Reader
+from ..runtime.decoding.reader import Reader, obstacle_to_trees
 from ..runtime.decoding.shared_draft import SharedDraft
+from ..runtime.graphs import captured
 
 #: the value of ``draft`` that makes the model draft for itself, whatever it costs; also the name of these drafts in figures
 SELF = "self"
@@ -171,6 +173,23 @@ class Drafts:
         """Whether the model that verifies runs without the recipe."""
         return self.lossless and not self.shares_cache(plan)
 
+    def obstacle_to_capture(self, plan: ModelPlan, given: Mapping[str, Any], configs: Sequence[Any]) -> str:
+        """The reason why steps that verify for the bare model's answer cannot be captured, in a call of ``generate`` with the
+        arguments ``given``; empty if they can. There rows keep as many tokens as each other, and no draft is a tree."""
+        names = "compile_config", "disable_compile", "output_attentions", "output_hidden_states"
+        config = SimpleNamespace(**{name: first_set(name, *configs) for name in names})
+        bare = plan_for_call(plan, None, lossless=True)
+        if why := captured.obstacle(bare, config, first_set("max_new_tokens", *configs)):
+            return why
+        if self.skipped or self.head is not None:
+            return "drafts are made over the cache that the model verifies with"
+        ids = given["input_ids"]
+        if not isinstance(ids, Tensor) or len(ids) * (first_set("num_return_sequences", *configs) or 1) > 1:
+            return "rows of the bare model keep different numbers of drafted tokens"
+        if cache_in(given) is not None or first_set("return_dict_in_generate", *configs):
+            return "the caller keeps the cache of the bare model"
+        return ""
+
     def prepare(self, given: Mapping[str, Any], call: Call[ModelPlan]) -> None:
         """Prepare a call of ``generate`` with the arguments ``given``. Raises UnsupportedError if it has drafts of its own."""
         if given.get("assistant_model") is not None:
@@ -205,7 +224,9 @@ class Drafts:
                 make_drafter, successors = partial(self.copying, **earlier), self.copying.successors
                 chains = Copying(self.copying.name, make_drafter, forbidden, successors)
                 sources.append(chains)
-                if self.copying.nodes and reader.dense:
+                if self.copying.nodes and (no_trees := obstacle_to_trees(reader)):
+                    decoder.drafting.notes.append(f"drafts are chains: {no_trees}")
+                elif self.copying.nodes:
                     sources.append(CopyingTrees(chains, self.copying))
             if self.skipped:
                 skipped = [family.text.layers[layer] for layer in self.skipped]
@@ -229,6 +250,7 @@ class Drafts:
         learned = self.learned
         costs, prices = learned.costs.setdefault(rows, Costs()), learned.prices.setdefault(rows, {})
         decoder = Decoder(
+            call,
             Drafting(make, forbidden, costs=costs, prices=prices, known=learned.acceptance, usual=learned.usual),
             streamer=given.get("streamer"),
             remember=self._remember,

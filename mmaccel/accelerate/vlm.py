@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..core.figures import CallStats
 from ..core.layout import Layout
 from ..core.reduction import Reduction
-from ..core.stats import Stats
+from ..core.stats import UNCAPTURED, Stats
 from ..core.transformers_api import cache_in, cache_names
 from ..core.transformers_api import check as check_transformers
 from ..errors import MmaccelError, UnsupportedError
@@ -189,14 +189,15 @@ class Accelerator(Handle):
             _shape(self)
 
     # --- while it runs ----------------------------------------------------------------------------------------
-    def _call(self, asked: Any, cache: Any, opened_by: Any = None, lossless: bool = False) -> Call[ModelPlan]:
-        """The call for an argument ``mmaccel=asked``."""
-        plan = plan_for_call(self.plan, asked, lossless)
+    def _call(self, asked: Any, cache: Any, opened_by: Any = None, how: tuple[bool, str] = (False, "")) -> Call[Any]:
+        """The call for ``mmaccel=asked``; ``how``: whether for the bare model's answer, and why it is not captured then."""
+        lossless, uncaptured = how
+        plan = plan_for_call(self.plan, asked, lossless, pins=lossless and not uncaptured)
         if plan.active and not self._shapes:
             _shape(self)
         if asked is False or lossless:
             _check_bare(plan, cache)
-        stats = Stats(plan.recipe.name, notes=list(plan.notes))
+        stats = Stats(plan.recipe.name, notes=list(plan.notes), uncaptured=uncaptured or UNCAPTURED)
         return Call(plan, stats, VisionState(self.taps), CallInputs(opened_by), cache)
 
     def _generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,13 +212,12 @@ class Accelerator(Handle):
             drafted = bool(self.drafts) and mmaccel is not False and kwargs.get("custom_generate") is None
             bare = drafted and self.drafts.runs_bare(self.plan)
             mmaccel = _take_chunk(self.plan, mmaccel, configs, kwargs)
-            call = self._call(mmaccel, cache_in(kwargs), lossless=bare)
+            given = {"input_ids": args[0] if args else kwargs.get("inputs"), **kwargs}
+            uncaptured = self.drafts.obstacle_to_capture(self.plan, given, configs) if bare else ""
+            call = self._call(mmaccel, cache_in(kwargs), how=(bare, uncaptured))
             call.plan.check_generation(*configs)
             call.expected.new = first_set("max_new_tokens", *configs)
-            call.inputs.drafted = drafted or any(
-                first_set(name, *configs) for name in ("prompt_lookup_num_tokens", "assistant_model")
-            )
-            given = {"input_ids": args[0] if args else kwargs.get("inputs"), **kwargs}
+            call.inputs.block = int(not any(first_set(name, *configs) for name in _CANDIDATES))
             if isinstance(ids := given["input_ids"], Tensor) and ids.dim() == 2:
                 call.inputs.given_length = ids.shape[1]
             if call.plan.drafts:
@@ -397,6 +397,10 @@ def _warn_too_long(model: Any, call: Call[ModelPlan], given: Mapping[str, Any]) 
     if sentence is not None:
         call.stats.notes.append(sentence)
         warnings.warn(sentence, stacklevel=3)
+
+
+#: arguments of ``generate`` by which transformers verifies candidates
+_CANDIDATES = "prompt_lookup_num_tokens", "assistant_model"
 
 
 class _Given:

@@ -80,6 +80,12 @@ class Clock:
         self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1000 * times
 
 
+#: why steps are not captured where nothing more is known
+UNCAPTURED = (
+    "steps are captured on CUDA or with compile_config, and never those of beams or of candidates of transformers"
+)
+
+
 @dataclass
 class Stats:
     """The statistics of one call. :meth:`as_dict` is what ``model.mmaccel.stats()`` returns."""
@@ -99,7 +105,7 @@ class Stats:
     captured_steps: int = 0
     tokens_returned: int = 0
     retraced: Tensor | int = 0
-    uncaptured: str = "steps are captured on CUDA, elsewhere with compile_config, and never those of beams or drafts"
+    uncaptured: str = UNCAPTURED
     drafting: dict[str, Any] = field(default_factory=dict)
     fallback: dict[str, Any] = field(default_factory=dict)
     offload: dict[str, int] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ..core.shipped_models import located
 from ..errors import MmaccelError, UnsupportedError, first_line
@@ -17,6 +18,8 @@ FOLDER = "draft"
 #: rows that embeddings may have more than those of another model with the same tokenizer: they are padded to multiples of 64 to
 #: 512 (Qwen2.5-VL has 151,936 of 3B and 152,064 of 7B)
 _PADDING = 1024
+#: tokenizers of drafts that were loaded and are still in use
+_tokenizers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def load_draft(method: str, draft: str | Loaded, family: Family, processor: Any) -> Family:
@@ -34,10 +37,12 @@ def load_draft(method: str, draft: str | Loaded, family: Family, processor: Any)
 
         def loaded() -> Any:
             model, its = load(draft, device=device, dtype=dtype)
-            _check_words(draft, processor, its)
+            _tokenizers[model] = getattr(its, "tokenizer", None)
             return model
 
         model = load_once("draft", draft, (device, dtype), loaded)
+        # also of one that another model has loaded
+        _check_words(draft, getattr(processor, "tokenizer", None), _tokenizers.get(model))
     drafting = family_of(model)
     check_free(drafting)
     if type(drafting) is not type(family):
@@ -53,9 +58,8 @@ def load_draft(method: str, draft: str | Loaded, family: Family, processor: Any)
     return drafting
 
 
-def _check_words(draft: str, processor: Any, its: Any) -> None:
-    """Raise UnsupportedError if the tokenizers of two processors have other words; added ones may differ."""
-    ours, theirs = (getattr(one, "tokenizer", None) for one in (processor, its))
+def _check_words(draft: str, ours: Any, theirs: Any) -> None:
+    """Raise UnsupportedError if two tokenizers, where both are known, have other words; added ones may differ."""
     if ours is None or theirs is None:
         return
     added = {*ours.get_added_vocab(), *theirs.get_added_vocab()}

@@ -106,15 +106,16 @@ class CacheState:
         query_spec: QuerySpec | None = None,
         before: StaticView | None = None,
         readers: Mapping[int, Reader] | None = None,
+        block: int = 1,
     ) -> StaticView:
         """Let nothing move for ``steps`` tokens to come, until :meth:`unpin`; in the tensors of what it was pinned to
-        ``before``, where they serve. For ``query_spec`` and ``readers`` see :class:`.static_view.StaticView`."""
+        ``before``, where they serve. For ``query_spec``, ``readers`` and ``block`` see :class:`.static_view.StaticView`."""
         self.unpin()
         offset, weights = self.positions.offset, self.shared.places.weights
         if offset is None:
             raise RuntimeError("a cache that holds no reduced prompt cannot be pinned")
-        if before is None or weights is not None or not before.reuse(offset, steps, query_spec):
-            before = StaticView(self.layers, offset, steps, query_spec, readers, weights)
+        if before is None or weights is not None or not before.reuse(offset, steps, query_spec, block):
+            before = StaticView(self.layers, offset, steps, query_spec, readers, weights, block)
         self.shared.static_view = before
         return before
 
@@ -221,6 +222,15 @@ def static_view_of(kwargs: Mapping[str, Any]) -> StaticView | None:
     """Static view of the cache among the arguments of a forward, if it has one."""
     state = state_of(cache_in(kwargs))
     return None if state is None else state.shared.static_view
+
+
+def crop(cache: Any, count: int) -> None:
+    """Forget the last ``count`` tokens of a dynamic cache, adopted or not; what is pinned stays where it is."""
+    state = state_of(cache)
+    if state is None or state.shared.static_view is None:
+        cache.crop(-count)
+    else:
+        state.shared.static_view.crop(count)
 
 
 def snapshot(cache: Any) -> Callable[[], None]:

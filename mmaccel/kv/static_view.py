@@ -49,16 +49,17 @@ class Layer(Protocol):
 
 @dataclass(frozen=True)
 class WriteCursor:
-    """Write cursor shared by layers of equal length.
+    """Write cursor shared by layers of equal length, for steps of at most ``n`` tokens.
 
-    slot : ``[1]`` long, where the next token is written. filled : ``[1]`` long, how many keys there are then.
+    slot : ``[1]`` long, where the next token is written. filled : ``[1]`` long, how many keys there are behind the step.
     visible : bool, the slots that hold a key; None where lengths alone say so.
-    masked : whether torch's attention reads all slots under the mask ``visible [B or 1, 1 or Hkv, 1, T]``, to which every
+    masked : whether torch's attention reads all slots under the mask ``visible [B or 1, 1 or Hkv, n, T]``, to which every
         new token is added. Else :func:`.decoding.attend` reads the slots that are ``filled``, new tokens among them.
-    places, window : with a sliding window of so many places, the places of all slots, ``[B, 1 or Hkv, 1, T]`` int32, far below
-        zero where there is no key; ``visible`` is computed from them at every step.
+    places, window : with a sliding window of so many places, and for steps of several tokens, the places of all slots,
+        ``[B, 1 or Hkv, 1, T]`` int32, far below zero where there is no key; ``visible`` is computed from them at every step.
+    ahead : ``[n, 1]`` long, how far every token of a step is ahead of the first; None for steps of one token.
     weights, added : with proportional attention, weights added to the logits of all slots, ``[B, 1 or Hkv, 1, T]``; and the
-        same with the lowest number of the dtype where a slot is not ``visible``.
+        same ``[B, 1 or Hkv, n, T]`` with the lowest number of the dtype where a slot is not ``visible``.
     """
 
     slot: Tensor
@@ -67,11 +68,15 @@ class WriteCursor:
     masked: bool
     places: Tensor | None = None
     window: int = 0
+    ahead: Tensor | None = None
     weights: Tensor | None = None
     added: Tensor | None = None
 
-    def begin(self, place: Tensor) -> None:
-        """Make the token of ``place [1]`` visible."""
+    def begin(self, place: Tensor, count: int) -> None:
+        """Make the ``count`` tokens from ``place [1]`` on visible."""
+        if self.ahead is not None:
+            torch.add(self.slot, count, out=self.filled)
+            place = place + self.ahead
         if self.visible is not None and self.places is not None:
             near = self.places > place - self.window
             torch.logical_and(near, self.places <= place, out=self.visible)
@@ -80,9 +85,13 @@ class WriteCursor:
         if self.weights is not None and self.added is not None and self.visible is not None:
             self.added.copy_(self.weights).masked_fill_(~self.visible, torch.finfo(self.added.dtype).min)
 
+    def seen_by(self, count: int) -> Tensor | None:
+        """``visible`` of a step of ``count`` tokens."""
+        return None if self.visible is None else self.visible[:, :, :count]
+
     def tensors(self) -> Iterator[Tensor]:
         """Everything held."""
-        held = self.slot, self.filled, self.visible, self.places, self.weights, self.added
+        held = self.slot, self.filled, self.visible, self.places, self.ahead, self.weights, self.added
         yield from (x for x in held if x is not None)
 
 
@@ -130,7 +139,7 @@ class StaticLayerView:
     places: Tensor | None = None
 
     def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write ``key`` and ``value [B, Hkv, 1, D]`` at the cursor; returns ``keys`` and ``values`` with all their room."""
+        """Write ``key`` and ``value [B, Hkv, q, D]`` at the cursor; returns ``keys`` and ``values`` with all their room."""
         append(self.keys, self.values, key, value, self.cursor.slot)
         return self.keys, self.values
 
@@ -145,10 +154,10 @@ class StaticLayerView:
         return self.cursor.masked and self.reader is None
 
     def attend(self, query: Tensor, scaling: float) -> Tensor:
-        """Attention of ``query [B, Hq, 1, D]`` over the keys that are read, ``[B, 1, Hq, D]``; see :func:`.decoding.attend`."""
+        """Attention of ``query [B, Hq, q, D]`` over the keys that are read, ``[B, q, Hq, D]``; see :func:`.decoding.attend`."""
         if self.reader is not None:
             return self.reader.attend(self, query, scaling)
-        return attend(self, query, self.cursor.visible, scaling, self.cursor.filled)
+        return attend(self, query, self.cursor.seen_by(query.shape[2]), scaling, self.cursor.filled)
 
     def bias_products(self, query: Tensor) -> Tensor | None:
         """See :meth:`.packed.QuantisedLayer.bias_products`."""
@@ -174,7 +183,8 @@ class StaticLayerView:
 class StaticView:
     """The layers of a cache, pinned for ``steps`` new tokens.
 
-    Cursors, masks and positions of the next token are on the device; the host counts the tokens in ``added``.
+    Cursors, masks and positions of the next tokens are on the device; the host counts the tokens in ``added``. A step adds up
+    to ``block`` tokens, of which :meth:`crop` forgets those that were only drafted: nothing is copied.
 
     Parameters
     ----------
@@ -182,13 +192,14 @@ class StaticView:
     query_spec : the queries that a policy needs of the new tokens; None for none.
     readers : by the number of the layer, of those of which a step reads only some keys.
     weights : ``[B, n]``, see :class:`.places.Places`.
+    block : the most tokens of a step; one where there are readers, or queries that a policy needs.
 
     Attributes
     ----------
     layers : the layers as they are read. cursors : their write cursors, one for all layers of equal length.
     exclusive : nobody else has seen the tensors that keys and values are in. expected_steps : steps that they may be pinned for
         in all.
-    positions : ``[B, 1]`` long, of the next token. place : ``[1]`` long, how many tokens came before it.
+    positions : ``[B, block]`` long, of the next tokens. place : ``[1]`` long, how many tokens came before it.
     mask : ``[1, 1, 1, 1]`` bool, a placeholder that nothing reads.
     """
 
@@ -200,8 +211,9 @@ class StaticView:
         query_spec: QuerySpec | None = None,
         readers: Mapping[int, Reader] | None = None,
         weights: Tensor | None = None,
+        block: int = 1,
     ) -> None:
-        self.owners, self.steps, self.added, self.query_spec = owners, steps, 0, query_spec
+        self.owners, self.steps, self.added, self.query_spec, self.block = owners, steps, 0, query_spec, block
         self.query_slots = [] if query_spec is None else [torch.zeros(1, dtype=torch.long, device=offset.device)]
         self.cursors: list[WriteCursor] = []
         self.layers: list[StaticLayerView] = []
@@ -214,11 +226,13 @@ class StaticView:
             # no kernel of mmaccel takes weights
             masked = _whole(owner) and (weights is not None or not on_gpu(owner.keys))
             window = owner.window if owner.index.windowed(owner.window, steps) else None
-            hidden = not owner.gapless or window is not None
+            # several tokens see each other causally, which a mask has to say where a kernel does not
+            hidden = not owner.gapless or window is not None or (masked and block > 1)
             by_index = hidden or weights is not None
             name = owner.keys.shape[2], masked, id(owner.index) if by_index else None, window
             if name not in cursors:
-                cursors[name] = _weigh(owner, _cursor(owner, width, masked, hidden, window), width, weights)
+                cursor = _cursor(owner, width, masked, hidden, window, block)
+                cursors[name] = _weigh(owner, cursor, width, weights, block)
                 self.cursors.append(cursors[name])
             before = owner.keys.data_ptr()
             self.layers.append(_view(owner, width, cursors[name]))
@@ -230,25 +244,31 @@ class StaticView:
             ]
         for number, reader in (readers or {}).items():
             self.layers[number] = replace(self.layers[number], reader=reader)
-        self.positions = (owners[0].seen - offset)[:, None].contiguous()
+        self.positions = (owners[0].seen - offset)[:, None] + torch.arange(block, device=offset.device)
         self.place = to_device(torch.tensor([owners[0].seen]), offset.device)
         self.mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=offset.device)
 
-    @property
-    def full(self) -> bool:
-        """Whether all ``steps`` tokens were added."""
-        return self.added == self.steps
+    def full(self, count: int) -> bool:
+        """Whether ``count`` more tokens would be more than ``steps``."""
+        return self.added + count > self.steps
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that a step reads or writes, beside the model's and its own token."""
         held = [x for layer in self.layers for x in layer.tensors()]
         return [*held, *(x for cursor in self.cursors for x in cursor.tensors()), self.positions, self.place, self.mask]
 
-    def count_step(self) -> None:
-        """Count the token of a step on the host."""
-        self.added += 1
+    def count_step(self, count: int) -> None:
+        """Count the ``count`` tokens of a step on the host."""
+        self.added += count
         for owner in self.owners:
-            owner.seen += 1
+            owner.seen += count
+
+    def crop(self, count: int) -> None:
+        """Forget the last ``count`` tokens: what was written of them lies behind the cursors, where nothing reads."""
+        if count:
+            self.count_step(-count)
+            for counter in self.counters():
+                counter.sub_(count)
 
     def release(self) -> None:
         """Add the new tokens to layers and indices, as ordinary steps would have. A step that was broken off has written
@@ -264,12 +284,12 @@ class StaticView:
                 queries, at = layer.queries.queries[:, :, : self.added].clone(), places.to(torch.int32)
                 owner.schedule.remember(queries, at.expand(len(queries), -1), self.query_spec.observed)
 
-    def reuse(self, offset: Tensor, steps: int, query_spec: QuerySpec | None) -> bool:
+    def reuse(self, offset: Tensor, steps: int, query_spec: QuerySpec | None, block: int) -> bool:
         """Pin layers that were released, and evicted from since, for ``steps`` more tokens to the same tensors, so that
         captured steps stay valid. False, and nothing is done, where they do not fit or somebody may hold these tensors."""
         if (
             not self.exclusive
-            or query_spec != self.query_spec
+            or (query_spec, block) != (self.query_spec, self.block)
             or any(layer.reader is not None for layer in self.layers)
         ):
             return False
@@ -294,26 +314,27 @@ class StaticView:
             for x, stored in ((layer.keys, owner.keys), (layer.values, owner.values)):
                 x.narrow(2, 0, stored.shape[2]).copy_(stored)
             owner.keys, owner.values = (shown(x, -2, owner.keys.shape[2]) for x in (layer.keys, layer.values))
-        self.positions.copy_((self.owners[0].seen - offset)[:, None])
+        self.positions.copy_((self.owners[0].seen - offset)[:, None] + torch.arange(block, device=offset.device))
         self.place.fill_(self.owners[0].seen)
         for slot in self.query_slots:
             slot.zero_()
         self.steps, self.added = steps, 0
         return True
 
-    def begin_step(self) -> None:
-        """Make the token of a step visible in all layers."""
+    def begin_step(self, count: int) -> None:
+        """Make the ``count`` tokens of a step visible in all layers."""
         for cursor in self.cursors:
-            cursor.begin(self.place)
+            cursor.begin(self.place, count)
 
-    def positions_like(self, given: Tensor | None) -> Tensor:
-        """The positions of the token, for every axis that is ``given [axes, B, 1]``."""
-        return self.positions if given is None or given.dim() == 2 else self.positions.expand(len(given), -1, -1)
+    def positions_of(self, count: int, given: Tensor | None) -> Tensor:
+        """The positions of the ``count`` tokens of a step, for every axis that is ``given [axes, B, count]``."""
+        positions = self.positions[:, :count]
+        return positions if given is None or given.dim() == 2 else positions.expand(len(given), -1, -1)
 
-    def end_step(self) -> None:
-        """Advance the counters behind the token of a step."""
+    def end_step(self, count: int) -> None:
+        """Advance the counters behind the ``count`` tokens of a step."""
         for counter in self.counters():
-            counter.add_(1)
+            counter.add_(count)
 
     def counters(self) -> list[Tensor]:
         """Counters that every step advances."""
@@ -321,12 +342,13 @@ class StaticView:
         return [*ends, *self.query_slots, self.positions, self.place]
 
     def remember(self) -> Callable[[], None]:
-        """Remember the counters, and what the next slot and the one before it hold. The function that is returned undoes the
-        steps since then, two at most."""
+        """Remember the counters, and what the slots of the next step and of the one before it hold. The function that is
+        returned undoes the steps since then, two at most."""
         counters = [(x, x.clone()) for x in self.counters()]
         for layer in self.layers:
             counters += [(x, x.clone()) for x in (() if layer.reader is None else layer.reader.carried())]
-        slots = {id(one): torch.cat([(one.slot - 1).clamp(min=0), one.slot]) for one in self.cursors}
+        near = torch.arange(-self.block, self.block, device=self.place.device)
+        slots = {id(one): (one.slot + near).clamp(min=0) for one in self.cursors}
         held = [(x, slots[id(layer.cursor)]) for layer in self.layers for x in (layer.keys, layer.values)]
         stored = [x.index_select(2, at) for x, at in held]
 
@@ -357,8 +379,9 @@ def _rounded(count: int, unit: int) -> int:
 _NOWHERE = -(1 << 30)
 
 
-def _cursor(owner: Layer, width: int, masked: bool, hidden: bool, window: int | None) -> WriteCursor:
-    """Cursor of a layer with room for ``width`` keys; ``hidden``: some of its slots hold no key or are beyond a ``window``."""
+def _cursor(owner: Layer, width: int, masked: bool, hidden: bool, window: int | None, block: int) -> WriteCursor:
+    """Cursor of a layer with room for ``width`` keys, and for steps of at most ``block`` tokens; ``hidden``: some of its slots
+    hold no key, or are not seen by all tokens of a step."""
     device, length, visible, places = owner.keys.device, owner.keys.shape[2], None, None
     if hidden:
         known = owner.index.by_head[:, :, None]
@@ -374,19 +397,23 @@ def _cursor(owner: Layer, width: int, masked: bool, hidden: bool, window: int | 
     elif masked:
         visible = torch.zeros(1, 1, 1, width, dtype=torch.bool, device=device)
         visible[..., :length] = True
-    slot = to_device(torch.tensor([length]), device)
-    if places is None or window is None:
-        return WriteCursor(slot, slot + 1, visible, masked)
-    return WriteCursor(slot, slot + 1, visible, masked, places.masked_fill(places < 0, _NOWHERE), window)
+    slot, ahead = to_device(torch.tensor([length]), device), None
+    if block > 1:
+        ahead = torch.arange(block, device=device)[:, None]
+        visible = None if visible is None else visible.repeat(1, 1, block, 1)
+    if places is None or (window is None and ahead is None):
+        return WriteCursor(slot, slot + 1, visible, masked, ahead=ahead)
+    places = places.masked_fill(places < 0, _NOWHERE)
+    return WriteCursor(slot, slot + 1, visible, masked, places, -_NOWHERE if window is None else window, ahead)
 
 
-def _weigh(owner: Layer, cursor: WriteCursor, width: int, weights: Tensor | None) -> WriteCursor:
+def _weigh(owner: Layer, cursor: WriteCursor, width: int, weights: Tensor | None, block: int) -> WriteCursor:
     """The ``cursor`` with the weights of keys, if they have any; those of new tokens are zero."""
     if weights is None:
         return cursor
     known = owner.index.weighed(weights, None, 1)
     known = pad(known, (0, width - known.shape[-1]))
-    return replace(cursor, weights=known, added=known.clone())
+    return replace(cursor, weights=known, added=known.repeat(1, 1, block, 1))
 
 
 def _view(owner: Layer, width: int, cursor: WriteCursor) -> StaticLayerView:

@@ -305,18 +305,20 @@ def _text_tower(method: TokenMethod, name: str, family: Family, processor: Any) 
     return tower
 
 
-def plan_for_call(plan: ModelPlan, asked: bool | Mapping[str, Any] | None, lossless: bool = False) -> ModelPlan:
+def plan_for_call(
+    plan: ModelPlan, asked: bool | Mapping[str, Any] | None, lossless: bool = False, pins: bool = False
+) -> ModelPlan:
     """The plan of one call: ``plan`` (None, True), one in which nothing happens (False), or one with other values of
     :data:`PER_CALL`; where a draft is verified for the bare model's answer (``lossless``) one in which nothing happens but
-    that keys are where those of ``plan`` are, and that it is read in as many pieces. Raises :class:`MmaccelError` if a value is
-    invalid or cannot change."""
+    that keys are where those of ``plan`` are, that it is read in as many pieces, and that its steps can be captured (``pins``).
+    Raises :class:`MmaccelError` if a value is invalid or cannot change."""
     if asked is False:
         notes = ("mmaccel=False: the bare model ran",)
         return ModelPlan(Recipe("none"), plan.towers, (), None, notes, plan.kernels, origin=plan)
     if lossless:
         shaping = plan_for_call(plan, asked).recipe
         bare = Recipe("none", chunk=shaping.chunk, frames_at_once=shaping.frames_at_once)
-        return ModelPlan(bare, plan.towers, (), None, (), plan.kernels, origin=plan, offload=plan.offload)
+        return ModelPlan(bare, plan.towers, (), None, (), plan.kernels, origin=plan, offload=plan.offload, pins=pins)
     if asked is None or asked is True:
         return plan
     if not isinstance(asked, Mapping):

@@ -95,6 +95,23 @@ def drafted() -> dict[str, Any]:
     return run(UNIFORM, feed=feed, prompt_lookup_num_tokens=3)
 
 
+def drafting(recipe: Recipe, kind: str = "image", how: Any = None, **options: Any) -> dict[str, Any]:
+    """What the statistics say of a call with drafts, whose tokens are those of a call without them."""
+    tiny, feed, how = model("llava"), inputs("llava", kind), how or {"lookup": "tokenrecycling"}
+    options = {"max_new_tokens": STEPS + 1, "do_sample": False, **options}
+    with accelerated(tiny, Recipe("none") if how.get("lossless") else recipe):
+        plain = tiny.generate(**feed, **options, disable_compile=True)
+    with accelerated(tiny, recipe, **how):
+        out = tiny.generate(**feed, **options)
+        stats = tiny.mmaccel.stats()
+    tokens, wanted = (getattr(one, "sequences", one) for one in (out, plain))
+    assert torch.equal(tokens, wanted)
+    return stats
+
+
+LOSSLESS = {"lookup": "tokenrecycling", "lossless": True}
+
+
 def compiled_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     with simulated.machine() as gpu:
@@ -152,6 +169,19 @@ LINES: dict[str, list[Callable[..., dict[str, Any]]]] = {
     ],
     "beams": [lambda: run(UNIFORM, num_beams=2)],
     "`prompt_lookup_num_tokens`": [drafted],
+    "`lookup=True`, `draft=` a smaller model, also with `lossless=True`": [
+        lambda: drafting(of(SNAPKV), "uneven"),
+        lambda: drafting(UNIFORM, how=LOSSLESS),
+        lambda: drafting(UNIFORM, how={"lossless": True, "draft": zoo.loaded_draft("llava")}),
+    ],
+    'drafts over the same cache: skipped layers, heads, `quest` with `draft="self"`': [
+        lambda: drafting(UNIFORM, how={"lossless": True, "draft": [2]}),
+        lambda: drafting(of(QUEST), how={"lossless": True, "draft": "self"}),
+    ],
+    "`lossless=True` for several rows": [lambda: drafting(UNIFORM, "uneven", LOSSLESS)],
+    "`lossless=True` with a cache that you keep": [
+        lambda: drafting(UNIFORM, how=LOSSLESS, return_dict_in_generate=True)
+    ],
     "an answer of fewer than 16 tokens": [lambda: run(UNIFORM, steps=8)],
     "a model on which somebody else has put hooks": [lambda: run(UNIFORM, ready=hooked)],
     "a call that asks for attention weights or hidden states": [lambda: run(UNIFORM, output_hidden_states=True)],
@@ -176,7 +206,10 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "record", recorded.record)
 
 
-SHORT_LINES = ("`tokenselect` on packed keys", "a prompt without pictures", "beams", "`prompt_lookup_num_tokens`")
+SHORT_LINES = (
+    *("`tokenselect` on packed keys", "a prompt without pictures", "beams", "`prompt_lookup_num_tokens`"),
+    "`lookup=True`, `draft=` a smaller model, also with `lossless=True`",
+)
 
 
 def test_every_line_is_run() -> None:

@@ -468,7 +468,7 @@ def test_what_does_not_repeat_is_not_replayed(graphs: None, monkeypatch: pytest.
         make(self, layers, *rest)
         made.append(self)
 
-    def end(self: static_view.StaticView) -> None:
+    def end(self: static_view.StaticView, count: int) -> None:
         self.positions.add_(1)
         for one in self.cursors:
             one.slot.fill_(self.longest + self.added + 1)
@@ -495,7 +495,9 @@ def test_what_cannot_be_recorded_is_run_as_it_is(graphs: None, monkeypatch: pyte
     """A step that waits for the device."""
     begin = static_view.StaticView.begin_step
     monkeypatch.setattr(
-        static_view.StaticView, "begin_step", lambda self: begin(self) if self.positions.sum().item() else None
+        static_view.StaticView,
+        "begin_step",
+        lambda self, count: begin(self, count) if self.positions.sum().item() else None,
     )
     wanted, got, stats, _ = both("llava", "divprune", "image", 20, "replay")
     agree(wanted, got)

@@ -39,7 +39,8 @@ class CallInputs:
     extra : arguments of the model, beside those of the towers, that its family needs for the layout.
     clips : the pixels of clips, for families whose towers have one function for pictures and clips.
     labels : a copy of the caller's labels; those predicted from dropped tokens are set to -100.
-    drafted : whether ``generate`` verifies candidates of an assistant or of prompt lookup, or drafts of mmaccel's.
+    block : the most tokens of a step that may be captured: several where drafts of mmaccel's are verified, none where
+        ``generate`` verifies candidates of an assistant or of prompt lookup.
     reads_all : whether the model verifies drafts for the bare model's answer over a cache that drafts read sparsely.
     tokenizer : of the caller, for stop strings.
     states : for a head that drafts, hidden states ``[B, n, D]`` of the last tokens of the forward before, and how many tokens
@@ -54,7 +55,7 @@ class CallInputs:
     extra: Mapping[str, Any] = field(default_factory=dict)
     clips: Tensor | None = None
     labels: Tensor | None = None
-    drafted: bool = False
+    block: int = 1
     reads_all: bool = False
     tokenizer: Any = None
     states: tuple[Tensor, int] | None = None

@@ -78,11 +78,12 @@ class TextHooks:
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Reduce a prompt, or continue a cache that was reduced; anything else passes through untouched."""
         if (pinned := static_view_of(kwargs)) is not None:
-            pinned.begin_step()
+            count = kwargs["inputs_embeds"].shape[1]
+            pinned.begin_step(count)
             # a mask of four axes is passed on as it is
             return args, {
                 **kwargs,
-                "position_ids": pinned.positions_like(kwargs.get("position_ids")),
+                "position_ids": pinned.positions_of(count, kwargs.get("position_ids")),
                 "attention_mask": pinned.mask,
             }
         call = current(self.plan)
@@ -237,7 +238,7 @@ class TextHooks:
     def leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """Give the caller the length that was asked for, and complete the statistics."""
         if (pinned := static_view_of(kwargs)) is not None:
-            pinned.end_step()
+            pinned.end_step(kwargs["inputs_embeds"].shape[1])
             return None
         call = current(self.plan)
         if call is None or call.observer is not None:

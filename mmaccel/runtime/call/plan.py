@@ -115,6 +115,7 @@ class ModelPlan(Plan):
     choosers : names of methods that do nothing but choose frames.
     text_towers : by name, for methods that read the question with CLIP.
     offload : ``"host"`` where keys and values are kept in host memory; None for the device.
+    pins : whether the cache is mmaccel's though nothing shapes it, so that steps can be captured.
     drafts : by the number of the stage, the smaller models that read the prompt first.
     """
 
@@ -138,11 +139,12 @@ class ModelPlan(Plan):
     skipping: PlannedStage[ExpertMethod] | None = None
     choosers: tuple[str, ...] = ()
     offload: Offload | None = None
+    pins: bool = False
 
     @property
     def active(self) -> bool:
         """Whether anything happens between pixels and the cache, or to what the cache holds."""
-        return self.offload is not None or super().active
+        return self.pins or self.offload is not None or super().active
 
     @property
     def family(self) -> Family:

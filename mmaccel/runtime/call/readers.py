@@ -109,7 +109,8 @@ def read_static(call: Call[Any], number: int, given: Attention) -> Output:
     if not pinned.masked:
         with without_autocast(given.query.device):
             return pinned.attend(given.query.to(pinned.keys.dtype), given.scale), None
-    given.mask = pinned.cursor.visible if pinned.cursor.added is None else pinned.cursor.added
+    count, added = given.query.shape[2], pinned.cursor.added
+    given.mask = pinned.cursor.seen_by(count) if added is None else added[:, :, :count]
     given.mask = None if given.mask is None else _for_heads(given.mask, given)
     return read_given(call, number, given)
 

@@ -76,11 +76,12 @@ class Costs:
     """Seconds of forwards: of those over one token, and of longer ones as a straight line over the number of their tokens.
 
     They stand apart because a forward over several tokens may run other kernels, and cost twice as much as one over a single
-    token, however few they are.
+    token, however few they are. All longer ones are padded to ``block`` tokens, if that is not 0.
     """
 
     single: list[float] = field(default_factory=lambda: [0.0] * 2)
     longer: list[float] = field(default_factory=lambda: [0.0] * 5)
+    block: int = 0
 
     def add(self, tokens: int, seconds: float) -> None:
         """Note a forward over ``tokens`` tokens of every row."""
@@ -93,6 +94,7 @@ class Costs:
     def seconds(self, tokens: int) -> float:
         """Seconds of a forward over ``tokens`` tokens; 1 for a single one before anything was measured."""
         count, x, y, xx, xy = self.longer
+        tokens = max(tokens, self.block) if tokens > 1 else tokens
         if tokens == 1 or not count:
             one = (
                 self.single[1] / self.single[0]

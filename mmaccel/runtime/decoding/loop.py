@@ -13,6 +13,8 @@ from torch import Tensor
 from ...core.transformers_api import cache_argument
 from ...decoding.accept import accept_greedy
 from ...errors import UnsupportedError
+from ..call.call import Call
+from ..graphs.captured import BLOCK
 from .drafting import Drafting
 from .length import clock_of
 from .reader import Reader
@@ -28,12 +30,14 @@ PENDING = 8
 class Decoder:
     """Decodes a prompt with drafts: the ``custom_generate`` of a call of ``generate``.
 
+    call : the call of ``generate``.
     drafting : where drafts come from, how long they are, and the figures of the call.
     streamer : is given every committed token of a single row, ``[1]`` each.
     remember : is given the answers of all rows at the end.
     kept : whether the caller has given a cache, and goes on with it.
     """
 
+    call: Call[Any]
     drafting: Drafting
     streamer: Any = None
     remember: Callable[[Sequence[Sequence[int]]], None] | None = None
@@ -69,11 +73,14 @@ class Decoder:
         if rows[0].prompt + 1 < ending.longest:
             # before anything waits for the device, which is still busy with the prompt
             drafting.begin(rows, reader, chooser)
+        self._capture(reader)
         step.commit(logits[:, None], [Draft()] * len(rows))
         while not all(row.ended for row in rows):
             drafts = step.fitted(drafting.draft(rows, ending.longest))
             begin, cost = time.perf_counter(), clock()
             logits = step.read(drafts)
+            if self.call.stats.uncaptured:
+                reader.block = drafting.costs.block = 0
             paths = step.commit(logits, drafts)
             drafting.verify_seconds += time.perf_counter() - begin
             drafting.note(rows, drafts, paths, logits.shape[1], clock() - cost)
@@ -85,6 +92,16 @@ class Decoder:
         if self.remember is not None:
             self.remember([row.answer for row in rows])
         return _result(rows, reader, config, input_ids)
+
+    def _capture(self, reader: Reader) -> None:
+        """Capture steps where nothing but them writes to the cache."""
+        sources, stats = self.drafting.sources, self.call.stats
+        if all(source.free or source.own_cache for source in sources):
+            self.call.inputs.block = BLOCK if sources else 1
+            reader.capture(self.call.inputs.block)
+        else:
+            stats.uncaptured = "drafts are made over the cache that the model verifies with"
+        self.drafting.costs.block = reader.block
 
 
 @dataclass
@@ -101,9 +118,11 @@ class Step:
     filler: int
 
     def fitted(self, drafts: Sequence[Draft]) -> Sequence[Draft]:
-        """Cut drafts so that every row reads the same number of tokens, where layers have a recurrent state, which padding
-        would change. A row with more pending tokens than others may read some of them; where many are pending nothing is
-        drafted."""
+        """Cut drafts to what a captured block has room for; and so that every row reads the same number of tokens, where layers
+        have a recurrent state, which padding would change. A row with more pending tokens than others may read some of them;
+        where many are pending nothing is drafted."""
+        if block := self.reader.block:
+            return [draft.cut(max(0, block - len(row.pending))) for row, draft in zip(self.rows, drafts, strict=True)]
         if not self.reader.recurrent:
             return drafts
         going = [number for number, row in enumerate(self.rows) if not row.ended]
@@ -113,14 +132,15 @@ class Step:
         return [draft.cut(max(0, length - len(row.pending))) for row, draft in zip(self.rows, drafts, strict=True)]
 
     def read(self, drafts: Sequence[Draft]) -> Tensor:
-        """Logits ``[B, n, V]`` behind the pending tokens and the drafts of every row; what lies behind them is padding, but for
-        recurrent states, where no more is read than the shortest row has. A row that has ended goes on with padding, as in
-        plain decoding."""
+        """Logits ``[B, n, V]`` behind the pending tokens and the drafts of every row; what lies behind them is padding, up to
+        the longest row or to a captured block, but for recurrent states, where no more is read than the shortest row has. A row
+        that has ended goes on with padding, as in plain decoding."""
         blocks = [
             [*row.pending, *(() if row.ended else draft.tokens)] for row, draft in zip(self.rows, drafts, strict=True)
         ]
         going = [len(block) for block, row in zip(blocks, self.rows, strict=True) if not row.ended]
         length = min(going) if self.reader.recurrent else max(going)
+        length = max(length, self.reader.block) if length > 1 else 1
         blocks = [block[:length] for block in blocks]
         fillers = [self.filler if row.ended else block[-1] for row, block in zip(self.rows, blocks, strict=True)]
         tokens = torch.tensor(

@@ -17,7 +17,7 @@ from ...core.transformers_api import (
     cache_of,
 )
 from ...decoding.tree import ancestors, depths
-from ...kv.cache import snapshot, state_of
+from ...kv.cache import crop, snapshot, state_of
 
 #: arguments that say what kind every token is of
 _TYPES = "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"
@@ -73,13 +73,16 @@ class Reader:
         #: of every row, how many tokens of the last block it kept fewer than the row that kept most
         self.late = [0] * len(ids)
         #: whether all of them are read under a mask of ours
-        self._takes_mask = False
+        self.takes_mask = False
         #: whether a block may be a tree; known behind the first block
         self.trees = False
         #: ``[B, L]`` bool, slots of the cache behind the prompt that hold rejected tokens of a row
         self.gaps: Tensor | None = None
         #: whether some layers have recurrent states; known behind the prompt
         self.recurrent = False
+        #: the forward behind the prompt, and how many tokens a block of several is padded to; 0 for none
+        self.forward: Callable[..., Any] = model
+        self.block = 0
         self._restore: Callable[[], None] | None = None
         if (cache := cache_in(self.arguments)) is not None:
             cache.activate_past_recording()
@@ -122,7 +125,7 @@ class Reader:
         self.dense = plain and all(type(layer) is DynamicLayer for layer in self.cache.layers)
         windows = plain and not self.kept and all(type(one) in (DynamicLayer, _Window) for one in self.cache.layers)
         self.ragged = (self.dense or windows) and len(self.ids) > 1
-        self._takes_mask = self.dense and _masked(self.model)
+        self.takes_mask = self.dense and _masked(self.model)
         logits: Tensor = self.output.logits[:, -1].float()
         return logits
 
@@ -143,12 +146,18 @@ class Reader:
             inputs["logits_to_keep"] = length
         # a model that counts slots would give rows with masked ones other positions
         self.ragged = self.ragged and inputs.get("position_ids") is not None
-        self.trees = self._takes_mask and isinstance(inputs.get("position_ids"), Tensor)
+        self.trees = self.takes_mask and isinstance(inputs.get("position_ids"), Tensor)
         if parents is not None:
             inputs |= self._as_tree(parents, inputs["position_ids"])
-        self.output = self.model(**inputs, **self.options, return_dict=True)
-        logits: Tensor = self.output.logits[:, -length:].float()
+        self.output = self.forward(**inputs, **self.options, return_dict=True)
+        # the logits of a captured step are overwritten by the next one
+        logits: Tensor = self.output.logits[:, -length:].to(torch.float32, copy=self.forward is not self.model)
         return logits
+
+    def capture(self, block: int) -> None:
+        """Capture steps behind the prompt where they can be, of one token or of ``block``."""
+        if self.model._valid_auto_compile_criteria(self.arguments, self.config):
+            self.forward, self.block = self.model.get_compiled_call(self.config.compile_config), block
 
     def keep(self, counts: Sequence[int | None]) -> list[int]:
         """Forget all but the first ``counts`` tokens of every row that were read since the last call, of a row whose count is
@@ -236,7 +245,7 @@ class Reader:
     def _forget(self, dropped: int) -> None:
         """Cut the last ``dropped`` tokens off the cache and the arguments. Layers with windows shrink even for 0."""
         if not self.recurrent:
-            self.cache.crop(-dropped)
+            crop(self.cache, dropped)
         elif dropped and self._restore is not None:
             self._restore()
         else:
@@ -277,6 +286,17 @@ class Reader:
             before = positions[..., -most - 1 : -most]
             newest = torch.where(kept[:, None] > 0, new.gather(-1, last), before)
             self.arguments["position_ids"] = torch.cat([positions[..., :-most], torch.where(gone, newest, new)], -1)
+
+
+def obstacle_to_trees(reader: Reader) -> str:
+    """The reason why no block behind a prompt is a tree; empty if some may be."""
+    if reader.takes_mask or reader.cache is None:
+        return ""
+    if reader.dense:
+        return "the attention of the model takes no mask that tells paths apart"
+    if state_of(reader.cache) is None:
+        return "some layers keep a window of keys, or a recurrent state"
+    return "keys stay in the order of the text behind recipes, prompts in chunks and captured steps"
 
 
 def _masked(model: Any) -> bool:

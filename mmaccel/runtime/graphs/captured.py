@@ -2,20 +2,25 @@
 
 On a GPU they are recorded and replayed without being asked for (:mod:`.replay`); where the caller gives ``compile_config`` to
 ``generate``, on whatever device, they are compiled by ``torch.compile`` with that config. What a graph cannot do is done by an
-ordinary step, and :meth:`mmaccel.core.stats.Stats.as_dict` says why. CUDA graphs were not run on a GPU yet, and a recorded step
-is used only after it has repeated the output of the step itself.
+ordinary step, and :meth:`mmaccel.core.stats.Stats.as_dict` says why. A recorded step is used only after it has repeated the
+output of the step itself; ``docs/results/gpu.md`` has what GPUs said of them.
+
+Where a draft is verified a step reads one token, or a block of :data:`BLOCK` whose last ones may be padding; what is rejected
+is forgotten by counters on the device. No GPU has run steps of several tokens yet.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from mmaccel_kernels.decode import MAX_QUERIES
 from torch import Tensor, nn
 
+from ...core.stats import UNCAPTURED
 from ...core.transformers_api import cache_in
 from ...kv.cache import CacheState, state_of
 from ...kv.decoding import on_gpu
@@ -35,15 +40,23 @@ Forward = Callable[..., Any]
 class CapturedSteps:
     """The captured steps of one call.
 
-    step : replays decode steps on the cache as it is pinned. idle : what the cache was pinned to until an ordinary step.
+    steps : by the number of their tokens, replays decode steps on the cache as it is pinned. idle : what the cache was pinned
+        to until an ordinary step.
     """
 
-    step: replay.ReplayedStep | None = None
+    steps: dict[int, replay.ReplayedStep] = field(default_factory=dict)
     idle: StaticView | None = None
+
+    @property
+    def obstacle(self) -> str:
+        """The reason why steps are run as they are; empty if they are not."""
+        return next((step.obstacle for step in self.steps.values() if step.obstacle), "")
 
 
 #: tokens that a cache is pinned for at once; more of them make fewer graphs, and attention reads them all
 CHUNK = 512
+#: tokens of a step that verifies a draft: as many as the kernel of decode attention reads at once
+BLOCK = MAX_QUERIES
 _NOTHING = "the cache holds no prompt that was reduced"
 
 
@@ -55,15 +68,21 @@ def may_capture(plan: ModelPlan, original: Callable[..., bool]) -> Callable[...,
         call, compiled = current(plan), generation_config.compile_config is not None
         if call is None or not call.plan.active or not (compiled or replay.recordable(plan.family.model)):
             return original(model_kwargs, generation_config)
-        if call.inputs.drafted:
-            # the cache is cropped behind every verified step, and a captured one lets nothing move
+        if not call.inputs.block:
+            # the cache is cropped behind candidates that nobody pads
             return False
-        call.stats.uncaptured = _obstacle_in_call(plan, generation_config)
-        if not compiled and not call.stats.uncaptured:
-            call.stats.uncaptured = _obstacle_to_replay(plan, call)
+        call.stats.uncaptured = obstacle(call.plan, generation_config, call.expected.new)
         return not call.stats.uncaptured
 
     return criteria
+
+
+def obstacle(plan: ModelPlan, config: Any, new: int | None) -> str:
+    """The reason why no step of a call that makes at most ``new`` tokens can be captured; empty if some may."""
+    compiled = config.compile_config is not None
+    if not (compiled or replay.recordable(plan.family.model)):
+        return UNCAPTURED
+    return _obstacle_in_call(plan, config) or ("" if compiled else _obstacle_to_replay(plan, new))
 
 
 def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Callable[..., Forward]:
@@ -79,11 +98,10 @@ def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Calla
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             call, ids, state = current(plan), kwargs.get("input_ids"), state_of(cache_in(kwargs))
-            if state is not None and call is not None and not args and ids is not None and ids.shape[1] == 1:
-                steps = call.state(CapturedSteps)
-                known = "" if steps.step is None else steps.step.obstacle
-                call.stats.uncaptured = _obstacle_in_cache(plan, state) or known
-                pinned = None if call.stats.uncaptured else _pinned(plan, call, state)
+            count = 0 if ids is None else ids.shape[1]
+            if state is not None and call is not None and not args and count in (1, call.inputs.block):
+                call.stats.uncaptured = _obstacle_in_cache(call.plan, state) or call.state(CapturedSteps).obstacle
+                pinned = None if call.stats.uncaptured else _pinned(call.plan, call, state, count)
                 if pinned is not None:
                     return _step(model, compiled, call, pinned, kwargs)
             if state is not None:
@@ -100,20 +118,20 @@ def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Calla
 def _step(
     model: nn.Module, compiled: Forward | None, call: Call[ModelPlan], pinned: StaticView, kwargs: dict[str, Any]
 ) -> Any:
-    """A captured step. Of the arguments of ``generate`` only the token differs from step to step."""
-    ids = kwargs["input_ids"]
+    """A captured step. Of the arguments of ``generate`` only the tokens differ from step to step."""
+    ids, count = kwargs["input_ids"], kwargs["input_ids"].shape[1]
     with call.stats.clock.measure("decode", ids.device):
         if compiled is not None:
             call.stats.captured_steps += 1
             output = compiled(**_constant(kwargs), input_ids=ids)
         else:
-            steps = call.state(CapturedSteps)
-            if steps.step is None or steps.step.pinned is not pinned:
+            steps = call.state(CapturedSteps).steps
+            if count not in steps or steps[count].pinned is not pinned:
                 constant = _constant(kwargs)
-                steps.step = replay.ReplayedStep(pinned, ids, lambda token: model(**constant, input_ids=token))
-            call.stats.captured_steps += steps.step.replays
-            output = steps.step(ids)
-    pinned.count_step()
+                steps[count] = replay.ReplayedStep(pinned, ids, lambda tokens: model(**constant, input_ids=tokens))
+            call.stats.captured_steps += steps[count].replays
+            output = steps[count](ids)
+    pinned.count_step(count)
     call.stats.decode_steps += 1
     return output
 
@@ -127,10 +145,10 @@ def _constant(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in kwargs.items() if not isinstance(x, Tensor)} | {"position_ids": positions}
 
 
-def _pinned(plan: ModelPlan, call: Call[ModelPlan], state: CacheState) -> StaticView | None:
-    """The cache, pinned for the tokens that may still come in this call; None where an ordinary step is due. CUDA graphs may
-    write to tensors that do not move."""
-    if (pinned := state.shared.static_view) is not None and not pinned.full:
+def _pinned(plan: ModelPlan, call: Call[ModelPlan], state: CacheState, count: int) -> StaticView | None:
+    """The cache, pinned for the tokens that may still come in this call; None where a step of ``count`` tokens is an ordinary
+    one. CUDA graphs may write to tensors that do not move."""
+    if (pinned := state.shared.static_view) is not None and not pinned.full(count):
         return pinned
     _let_go(call, state)
     seen, policy = state.seen, None if plan.policy is None else plan.policy.method
@@ -149,11 +167,12 @@ def _pinned(plan: ModelPlan, call: Call[ModelPlan], state: CacheState) -> Static
         reads = pinned_reads(plan.reading.method, state.layers) if call.stats.decode_steps else None
         if reads is None:
             return None
-    coming = CHUNK if coming is None else max(1, coming)
+    # behind the last token of a draft may be padding
+    coming = CHUNK if coming is None else max(1, coming) + call.inputs.block - 1
     steps = min(CHUNK, coming, CHUNK if unpacked is None else unpacked, kept)
     steps_held = call.state(CapturedSteps)
     idle, steps_held.idle = steps_held.idle, None
-    pinned = state.pin(steps, query_spec, idle, reads)
+    pinned = state.pin(steps, query_spec, idle, reads, call.inputs.block)
     if pinned is idle:
         return pinned
     if pinned.exclusive and steps == kept:
@@ -180,9 +199,9 @@ def _known(hook: Any) -> bool:
     return str(getattr(function, "__module__", "")).partition(".")[0] in ("mmaccel", "transformers")
 
 
-def _obstacle_to_replay(plan: ModelPlan, call: Call[ModelPlan]) -> str:
+def _obstacle_to_replay(plan: ModelPlan, new: int | None) -> str:
     """Why steps of a call cannot be recorded and replayed; empty if they can."""
-    if call.expected.new is not None and call.expected.new < replay.LEAST:
+    if new is not None and new < replay.LEAST:
         return f"fewer than {replay.LEAST} tokens may come, and recording a step costs a few of them"
     for name, module in plan.family.model.named_modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]

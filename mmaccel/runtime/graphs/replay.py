@@ -56,9 +56,9 @@ class ReplayedStep:
     obstacle : why steps are run as they are; empty if they are not.
     """
 
-    def __init__(self, pinned: StaticView, token: Tensor, run: Callable[[Tensor], Any]) -> None:
-        self.pinned, self.token = pinned, token.clone()
-        self._run = functools.partial(run, self.token)
+    def __init__(self, pinned: StaticView, tokens: Tensor, run: Callable[[Tensor], Any]) -> None:
+        self.pinned, self.tokens = pinned, tokens.clone()
+        self._run = functools.partial(run, self.tokens)
         self._replay: Callable[[], None] | None = None
         self._output: Any = None
         self._checked = False
@@ -69,9 +69,9 @@ class ReplayedStep:
         """Whether the next step is replayed."""
         return self._checked
 
-    def __call__(self, token: Tensor) -> Any:
-        """The output for ``token [B, 1]``. Its logits are overwritten by the next step."""
-        self.token.copy_(token)
+    def __call__(self, tokens: Tensor) -> Any:
+        """The output for ``tokens [B, n]``, of which every step has as many. Its logits are overwritten by the next step."""
+        self.tokens.copy_(tokens)
         if self._checked and self._replay is not None:
             self._replay()
             return self._output
@@ -81,7 +81,7 @@ class ReplayedStep:
             return self._checked_run()
         output = self._run()
         try:
-            self._replay, self._output = record(self._run, self.token.device)
+            self._replay, self._output = record(self._run, self.tokens.device)
         except Exception as error:
             self.obstacle = f"a step cannot be recorded ({first_line(error)})"
         return output
