@@ -186,7 +186,7 @@ def _remainder(rest, at, token, stored, PLANE: tl.constexpr, PAGE: tl.constexpr)
     WIDTH: tl.constexpr = PLANE[6]
     left, right, value, place = rest
     d, there = _channels(PLANE)
-    found = tl.zeros([token.shape[0], PLANE[7]], tl.float32)
+    found = tl.full([token.shape[0], PLANE[7]], 0.0, tl.float32)
     for k in tl.static_range(RANK):
         of_token = tl.load(left + (at * PAGE + token) * RANK + k, mask=token < stored, other=0.0)
         of_channel = tl.load(right + (at * RANK + k) * WIDTH + d, mask=there, other=0.0)
