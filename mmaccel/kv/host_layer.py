@@ -56,10 +56,9 @@ class HostLayer(DynamicLayer):
             host.fetch(self)
 
     def room_on_device(self, new: int, expected_new_tokens: int | None, following: int) -> int:
-        """Have keys and values where ``new`` tokens are stored behind them; returns for how many of those ``following`` they
-        need room there. Layers in host memory have it in their buffers."""
-        if self.shared.host is None:
-            return following
+        """Have keys and values of a cache in host memory where ``new`` tokens are stored behind them; returns for how many of
+        those ``following`` they need room there: the buffers of the host have it."""
+        assert self.shared.host is not None
         self.fetch()
         if self.heads_at_once is not None:
             self.shared.host.make_room(self, new, expected_new_tokens, following)

@@ -156,7 +156,8 @@ class CompressedLayer(HostLayer):
             return self.shared.static_view.layers[self.number].write(key_states, value_states)
         incoming, new = self.shared.incoming, key_states.shape[-2]
         expected, following = (None, 0) if incoming is None else (incoming.expected_new_tokens, incoming.following)
-        following = self.room_on_device(new, expected, following)
+        if self.shared.host is not None:
+            following = self.room_on_device(new, expected, following)
         self._note(incoming, key_states.shape[0], new, key_states.device)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
