@@ -209,8 +209,6 @@ class PackKeys(Run):
     def _pack(self, layer: QuantisedLayer, counts: list[Tensor | None] | list[Tensor]) -> None:
         for (group, eligible), count in zip(self.due, counts, strict=True):
             asked = self.query_energy.get((layer.number, group.number))
-            # of absorbed queries the first channels meet latents, which are packed as keys
-            asked = None if asked is None else asked[..., : layer.keys.shape[3]]
             layer.pack(group, eligible, self._shared, asked, count)
             if eligible.others and not layer.empty:
                 rows, loose = len(self.rows), len(layer.index) - layer.width
