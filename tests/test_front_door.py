@@ -165,7 +165,7 @@ def nearest(name: str) -> str:
         ("Long-VU", ". Not here: needs weights of its own. Nearest in what they do: 'free-video-llm', "),
         ("LongMamba", ". Not here: not built yet."),
         # one of several in a row, and a second name
-        ("TrimR", ". Not here: not built yet."),
+        ("TrimR", ". Not here: end the reasoning of a text model early, "),
         ("medusa", ". Not here: needs weights of its own."),
         ("D2F", ". Not here: not for vision language models."),
         ("LLMA", ". It is lossless=True, lookup=True."),
