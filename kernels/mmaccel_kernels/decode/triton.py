@@ -397,19 +397,34 @@ def _turn(
             tl.store(turned + own + d, q, mask=d < D)
 
 
+@jit
+def _nothing(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """The softmax over no keys: the highest logit, the sum and the output of every row."""
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    return highest, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+
+
+@jit
+def _remainder(left, right, single, place, instead, PLANE: tl.constexpr):
+    """What is added to the codes of a plane; where that is nothing any address ``instead`` will do."""
+    if PLANE[14] + PLANE[15] > 0:
+        return left, right, single, place
+    else:
+        return instead, instead, instead, instead
+
+
 @jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=["filled"])
 def _decode(
-    query, turned, flat_keys, flat_values, cu_lengths, keys, values, filled, mask, part, part_lse, cu_pages,
-    key_codes, key_scale, key_zero, key_left, key_right, key_single, key_place, other_codes, other_scale, other_zero,
-    value_codes, value_scale, value_zero, value_left, value_right, value_single, value_place, more_codes, more_scale, more_zero,
-    channels, other_channels, count, meta, table, columns, added, factor, rotation, first_channels,
-    scale, heads, kv_heads, rows, queries, capacity,
-    key_b, key_h, key_n, value_b, value_h, value_n, mask_b, mask_h, mask_q, flat_column, tail_column, added_step,
-    RAGGED: tl.constexpr, ROOMY: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr,
-    EACH: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, KEY: tl.constexpr, OTHER: tl.constexpr, VALUE: tl.constexpr, MORE: tl.constexpr,
-    ADDED: tl.constexpr, TURN: tl.constexpr,
+    query, turned, flat_keys, flat_values, cu_lengths, keys, values, filled, mask, part, part_lse, cu_pages, key_codes,
+    key_scale, key_zero, key_left, key_right, key_single, key_place, other_codes, other_scale, other_zero, value_codes,
+    value_scale, value_zero, value_left, value_right, value_single, value_place, more_codes, more_scale, more_zero, channels,
+    other_channels, count, meta, table, columns, added, factor, rotation, first_channels, scale, heads, kv_heads, rows,
+    queries, capacity, key_b, key_h, key_n, value_b, value_h, value_n, mask_b, mask_h, mask_q, flat_column, tail_column,
+    added_step,
+    RAGGED: tl.constexpr, ROOMY: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr, EACH: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    KEY: tl.constexpr, OTHER: tl.constexpr, VALUE: tl.constexpr, MORE: tl.constexpr, ADDED: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """One share of all keys: for every head in it, attention over its part of the share, and its log-sum-exp. With ``TURN``
     also a share of the query's rows is turned, for a later launch."""
@@ -430,11 +445,7 @@ def _decode(
         end = before(lengths, head + 1, RAGGED, PAGE, UNIT)
         unit, units = first - begin, tl.minimum(last, end) - begin
         b, h = (head // kv_heads).to(tl.int64), (head % kv_heads).to(tl.int64)
-        state = (
-            tl.full([BLOCK_M], float("-inf"), tl.float32),
-            tl.zeros([BLOCK_M], tl.float32),
-            tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
-        )
+        state = _nothing(BLOCK_M, BLOCK_DV)
         # without a mask any address will do
         visible = query
         if MASKED:
@@ -445,12 +456,9 @@ def _decode(
             more = added
             if ADDED:
                 more = added + (head.to(tl.int64) * rows + row) * added_step
-            # where nothing is added to codes any address will do
-            of_key, of_value, second = (channels,) * 4, (channels,) * 4, (channels,) * 3
-            if KEY[14] + KEY[15] > 0:
-                of_key = (key_left, key_right, key_single, key_place)
-            if VALUE[14] + VALUE[15] > 0:
-                of_value = (value_left, value_right, value_single, value_place)
+            of_key = _remainder(key_left, key_right, key_single, key_place, channels, KEY)
+            of_value = _remainder(value_left, value_right, value_single, value_place, channels, VALUE)
+            second = (channels,) * 3
             if MORE is not None:
                 second = (more_codes, more_scale, more_zero)
             state = attend_pages(
@@ -485,5 +493,4 @@ def _decode(
             MASKED, SINGLE, PRECISION, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         _leave(state, part, part_lse, program, head, row, rows, DV, BLOCK_DV)
-        first = begin + units
-        head += 1
+        first, head = begin + units, head + 1
