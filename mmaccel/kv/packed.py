@@ -382,9 +382,9 @@ def _packed(
     """Pages of ``own``, with the tokens ``flat`` behind those it has, whose ``lengths [B, Hkv]`` are on the CPU."""
     before, unused = own.choices(groups[group.like])
     empty = unused.expand_as(flat.lengths) if before is not None and bool(unused.any()) else None
-    if query_energy is not None:
+    if query_energy is not None and (width := flat.keys.shape[-1]) < query_energy.shape[-1]:
         # of absorbed queries the first channels meet latents, which are packed as keys
-        query_energy = query_energy[..., : flat.keys.shape[-1]]
+        query_energy = query_energy[..., :width]
     packed = group.codec.pack(*flat, before, query_energy, empty, peak, cuts)
     new = check_type(group.codec, "pack()", packed, Pages)
     return new if own.pages is None else own.pages.appended(new)
