@@ -4,7 +4,7 @@ Point a client at the printed address with /v1 appended. Every recipe can be ser
 set its own budget with the field "mmaccel": {"retain": 0.1}, or run bare with "mmaccel": false. With --fallback, or the field
 "mmaccel": {"fallback": 0.9}, an unsure answer is read again with all tokens; nothing is sent before an answer is accepted.
 Pictures and clips come as data: addresses; files and other hosts only where --allow-files and --allow-urls allow them. Requests
-are answered one by one (see --batch and --several) while others wait; when the queue is full, clients are told when to try
+are answered one by one (see --batch-size and --several) while others wait; when the queue is full, clients are told when to try
 again. /metrics is for Prometheus. Ctrl-C ends the server after the current answers.
 """
 
@@ -74,7 +74,7 @@ class Serving:
         ),
     ] = None
     several: Several = 1
-    batch: Annotated[
+    batch_size: Annotated[
         int,
         typer.Option(
             min=1,
@@ -149,7 +149,7 @@ def run(
                 processor,
                 recipe,
                 several=serving.several,
-                batch=serving.batch,
+                batch=serving.batch_size,
                 waiting=serving.queue,
                 sources=sources,
                 limits=Limits(serving.time_limit, frames, max_new_tokens),

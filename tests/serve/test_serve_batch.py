@@ -196,7 +196,7 @@ def test_who_leaves_a_batch_ends_only_a_row(serve, asked):
     [
         (
             {"drafts": {"lookup": True}},
-            "--lookup works for one request at a time; leave out one of --batch and --lookup",
+            "--lookup works for one request at a time; leave out one of --batch-size and --lookup",
         ),
         ({"drafts": {"fallback": 0.9}}, "--fallback works for one request at a time"),
         ({"prompt_cache": 1 << 20}, "--prompt-cache works for one request at a time"),

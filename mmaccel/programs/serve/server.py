@@ -113,15 +113,15 @@ def _check_batches(model: Any, processor: Any, drafts: Mapping[str, Any] | None,
         "prompt-cache": prompt_cache
     }
     if names := ", ".join(f"--{name}" for name, given in alone.items() if given):
-        raise MmaccelError(f"{names} works for one request at a time; leave out one of --batch and {names}.")
+        raise MmaccelError(f"{names} works for one request at a time; leave out one of --batch-size and {names}.")
     family = family_of(model)
     if family.numbers_pictures:
         raise MmaccelError(
             f"{family.name} counts the pictures of all rows of a batch, so answers would depend on other requests; leave out "
-            "--batch."
+            "--batch-size."
         )
     if processor.tokenizer.pad_token is None:
-        raise MmaccelError("The tokenizer has no padding token, which batches need; leave out --batch.")
+        raise MmaccelError("The tokenizer has no padding token, which batches need; leave out --batch-size.")
 
 
 class _Server(uvicorn.Server):
