@@ -251,7 +251,10 @@ def test_expected_attention_is_the_mean_of_draws() -> None:
     assert (ours[..., :2] == torch.inf).all()
     weighed = ExpectedAttention(sinks=2).score(replace(keys, expected=(mean, covariance)))
     torch.testing.assert_close(weighed[..., 2:], (ours * keys.values.norm(dim=-1))[..., 2:])
-    for options, said in (({"future": 0}, "positions ahead"), ({"every": 2}, "leave out every and cap")):
+    for options, said in (
+        ({"future": 0}, "`future` of expected-attention must be at least 1, got 0"),
+        ({"every": 2}, "leave out every, cap and age"),
+    ):
         with pytest.raises(MmaccelError, match=said):
             ExpectedAttention(**options)
     model = zoo.model("llava")

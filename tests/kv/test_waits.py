@@ -321,7 +321,7 @@ PACKED = {
     "fp8": 1,
     "think": 1,
     "vidkv": 1,
-    "vidkv, waves": 39,
+    "vidkv, waves": 37,
     "calibquant": 1,
     "turboquant": 2,
     "qserve": 2,
