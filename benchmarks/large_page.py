@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from live import Allocations
 from torch import Tensor
 
 from mmaccel import accelerated
-from mmaccel.cli.shared.text import markdown, nbytes, put_between
+from mmaccel.cli.shared.text import markdown, nbytes, put_between, write_json
 from mmaccel.programs.bench import provenance
 from mmaccel.programs.bench.arithmetic import count_operations
 from mmaccel.programs.bench.shapes import SHAPES, build
@@ -156,7 +155,7 @@ def main() -> None:
         "rows": rows,
     }
     if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(args.out, report)
     if args.update:
         put_between(args.update, "large page", table(report))
 

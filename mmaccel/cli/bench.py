@@ -100,7 +100,7 @@ def run(
 
     if shape == "list" or workload == ["list"]:
         print("shapes: " + ", ".join(shapes.SHAPES))
-        print("workloads: " + ", ".join(workloads.WORKLOADS) + "; pictures-N and page-N, of N dots an inch, for any N")
+        print("workloads: " + ", ".join(workloads.WORKLOADS) + "; pictures-N, and page-N of 10 to 999 dots an inch")
         return 0
     if shape and which.model:
         raise MmaccelError("Give --shape or --model, not both.")

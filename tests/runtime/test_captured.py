@@ -6,9 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import mmaccel_kernels.decode
 import pytest
-import recorded
 import simulated
 import torch
 import zoo
@@ -21,7 +19,6 @@ from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
 import mmaccel
 from mmaccel import Recipe, Stage, accelerated
 from mmaccel.kv import static_view
-from mmaccel.method import results
 from mmaccel.runtime.graphs import captured, replay
 
 
@@ -78,16 +75,6 @@ def agree(wanted: Any, got: Any) -> None:
         for a, b in zip(mine.stored(), other.stored(), strict=True):
             close(a, b)
             assert a.untyped_storage().nbytes() == b.untyped_storage().nbytes()
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are recorded and replayed here as they are on a GPU, and a kernel is one thing in a recording as it is there."""
-    monkeypatch.setattr(mmaccel_kernels.decode, "attend", mmaccel_kernels.decode.traced)
-    monkeypatch.setattr(replay, "recordable", lambda device: True)
-    monkeypatch.setattr(replay, "record", recorded.record)
-    # on a GPU the host would wait for what methods return
-    monkeypatch.setattr(results, "on_host", lambda made: False)
 
 
 CASES = [

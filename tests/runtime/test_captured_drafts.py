@@ -6,9 +6,7 @@ import functools
 import itertools
 from typing import Any
 
-import mmaccel_kernels.decode
 import pytest
-import recorded
 import simulated
 import torch
 import zoo
@@ -22,7 +20,6 @@ from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
 
 from mmaccel import accelerated
 from mmaccel.decoding import drafters
-from mmaccel.method import results
 from mmaccel.runtime.decoding import drafting, loop
 from mmaccel.runtime.graphs import replay
 
@@ -38,15 +35,6 @@ def liar(monkeypatch: pytest.MonkeyPatch) -> type[Liar]:
     torch._dynamo.reset()
     counters.clear()
     return Liar
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are recorded and replayed here as they are on a GPU."""
-    monkeypatch.setattr(mmaccel_kernels.decode, "attend", mmaccel_kernels.decode.traced)
-    monkeypatch.setattr(replay, "recordable", lambda device: True)
-    monkeypatch.setattr(replay, "record", recorded.record)
-    monkeypatch.setattr(results, "on_host", lambda made: False)
 
 
 class Watch(StoppingCriteria):

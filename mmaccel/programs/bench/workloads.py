@@ -103,10 +103,11 @@ def noise(count: int, height: int, width: int, clip: bool) -> np.ndarray:
     return np.stack([np.roll(scenes[at // 16], (at, 2 * at), (0, 1)) for at in range(count)])
 
 
-def page(height: int, width: int, dots: int) -> np.ndarray:
-    """``[height, width, 3]`` uint8: lines of 12-point text on white, at ``dots`` an inch, an inch from every edge."""
+def page(dots: int) -> np.ndarray:
+    """A page ``[1, H, W, 3]`` uint8 of 8.5 by 11 inches at ``dots`` an inch: 12-point text, and an inch of white around."""
     from PIL import Image, ImageDraw, ImageFont
 
+    height, width = 11 * dots, 17 * dots // 2
     made = Image.new("RGB", (width, height), "white")
     draw, random = ImageDraw.Draw(made), np.random.default_rng(0)
     font = ImageFont.load_default(dots / 6)
@@ -116,7 +117,7 @@ def page(height: int, width: int, dots: int) -> np.ndarray:
         while draw.textlength(line, font) > inside:
             line = line[: line.rindex(" ")]
         draw.text((dots, top), line, "black", font)
-    return np.array(made)
+    return np.array(made)[None]
 
 
 class ClipFile:
@@ -161,7 +162,7 @@ class ModelSubject:
     def pixels(self, work: Workload) -> np.ndarray:
         """Pictures or frames; a tiled picture is 672 pixels wide."""
         if work.dots:
-            return page(11 * work.dots, 17 * work.dots // 2, work.dots)[None]
+            return page(work.dots)
         side = 2 * work.side if work.tiled else work.side
         return noise(work.frames or work.pictures, side, side, bool(work.frames))
 
@@ -250,7 +251,7 @@ class ShapeSubject:
         """Pictures of the size of the workload, scaled for the small shapes; tiled pictures and frames of the model's size;
         pages as they are."""
         if work.dots:
-            return page(11 * work.dots, 17 * work.dots // 2, work.dots)[None]
+            return page(work.dots)
         side = round(work.side * self.shape.scale)
         height, width = side, side
         if work.tiled and self.shape.cell:
@@ -286,6 +287,11 @@ class ShapeSubject:
         family = family_of(self.model)
         pictures = family.pictures(modality, EncoderCall(tensors), torch.empty(1, 0))  # type: ignore[arg-type]
         return [sum(len(tile) for tile in picture) for picture in pictures]
+
+    def _whole_cells(self, raw: Tensor) -> tuple[int, int]:
+        """The height and width nearest to those of pictures that are whole cells."""
+        height, width = (max(1, round(side / self.shape.cell)) * self.shape.cell for side in raw.shape[1:3])
+        return height, width
 
     # --- one way a kind of model ------------------------------------------------------------------------------
     def _square(self, work: Workload, raw: Tensor) -> Shown:
@@ -328,9 +334,8 @@ class ShapeSubject:
         """Pixtral and Mistral 3: sides are whole cells, and a mark stands behind every row."""
         if work.frames:
             raise UnsupportedError(f"{self.kind} takes no video")
-        cell = self.shape.cell
-        rows, columns = (max(1, round(side / cell)) for side in raw.shape[1:3])
-        size = rows * cell, columns * cell
+        size = self._whole_cells(raw)
+        rows, columns = (side // self.shape.cell for side in size)
         picture = [(None, columns), *[(START, columns)] * (rows - 1), (END, 0)]
         tensors = {"pixel_values": resized(raw, *size), "image_sizes": torch.tensor([size] * len(raw))}
         return Shown(picture * len(raw), IMAGE, tensors)
@@ -340,8 +345,8 @@ class ShapeSubject:
         visual tokens."""
         if work.frames:
             raise UnsupportedError(f"{self.kind} takes no video")
-        cell, patch = self.shape.cell, self.model.config.vision_config.patch_size
-        height, width = (max(1, round(side / cell)) * cell for side in raw.shape[1:3])
+        height, width = self._whole_cells(raw)
+        patch = self.model.config.vision_config.patch_size
         cut = resized(raw, height, width).unfold(2, patch, patch).unfold(3, patch, patch)
         flat = cut.permute(0, 2, 3, 1, 4, 5).reshape(-1, 3 * patch * patch)
         grid = torch.tensor([[1, height // patch, width // patch]] * len(raw))
@@ -350,8 +355,7 @@ class ShapeSubject:
 
     def _patches(self, work: Workload, raw: Tensor) -> Shown:
         """Qwen: sides are whole cells; a picture is two equal frames, and two frames share their tokens."""
-        cell = self.shape.cell
-        height, width = (max(1, round(side / cell)) * cell for side in raw.shape[1:3])
+        height, width = self._whole_cells(raw)
         patch = self.model.config.vision_config.patch_size
         frames = resized(raw, height, width)
         h, w = height // patch, width // patch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,12 +32,6 @@ class Row:
         stop: threading.Event,
     ) -> None:
         self.text, self.longest, self._ends, self._send, self.stop = text, longest, ends, send, stop
-
-    @property
-    def ending(self) -> Literal["stop", "length"]:
-        """Whether it ended by itself, or at its limit."""
-        ids = self.text.ids
-        return "stop" if self.text.stopped or len(ids) < self.longest or ids[-1] in self._ends else "length"
 
     @property
     def done(self) -> bool:
@@ -152,16 +146,17 @@ def answer_together(
     with engine.turn(AllLeft([row.stop for row in rows])) as check, torch.inference_mode():
         check()
         try:
-            model.generate(
-                **inputs,
-                mmaccel=budget,
-                max_new_tokens=max(longest),
-                do_sample=False,
-                num_beams=1,
-                streamer=streamer,
-                logits_processor=LogitsProcessorList([RowSamplers(samplers)] if any(samplers) else []),
-                stopping_criteria=StoppingCriteriaList([RowsEnd(rows, check)]),
-            )
+            with engine.relieved():
+                model.generate(
+                    **inputs,
+                    mmaccel=budget,
+                    max_new_tokens=max(longest),
+                    do_sample=False,
+                    num_beams=1,
+                    streamer=streamer,
+                    logits_processor=LogitsProcessorList([RowSamplers(samplers)] if any(samplers) else []),
+                    stopping_criteria=StoppingCriteriaList([RowsEnd(rows, check)]),
+                )
         except torch.OutOfMemoryError:
             if streamer.begun:
                 raise
@@ -175,6 +170,6 @@ def answer_together(
     ):
         sends[i](row.text.end())
         own = stats | dict(zip(VISUAL, counts, strict=True))
-        ids, ending = len(row.text.ids), row.ending
-        found[i] = Answer(row.text.whole, ending, length, ids, streamer.rate(), own, together=len(rows))
+        ending, count = engine.ending(row.text, row.longest), len(row.text.ids)
+        found[i] = Answer(row.text.whole, ending, length, count, streamer.rate(), own, together=len(rows))
     return found

@@ -222,7 +222,7 @@ class Engine(ModelSlot):
             longest = self.longest(inputs, request, budget)
             streamer = _TextStreamer(text, send)
             ends = _Ends(self.processor.tokenizer, request.stop, prompt, check)
-            with self._relieved():
+            with self.relieved():
                 feed, visual, reused = self._continued(processor, inputs, chat, budget)
                 out = self.model.generate(
                     **feed,
@@ -240,12 +240,15 @@ class Engine(ModelSlot):
                 stats[name] += count
             self._keep(out, inputs, chat, budget, stats)
         send(text.end())
-        ended = text.stopped or text.ids[-1] in self.ends or len(text.ids) < longest
         rate = None if stats["fallback"] else streamer.rate()
-        return Answer(text.whole, "stop" if ended else "length", prompt, len(text.ids), rate, stats, reused)
+        return Answer(text.whole, self.ending(text, longest), prompt, len(text.ids), rate, stats, reused)
+
+    def ending(self, text: Detokenizer, longest: int) -> Literal["stop", "length"]:
+        """Whether an answer of at most ``longest`` tokens ended by itself, or at its limit."""
+        return "stop" if text.stopped or len(text.ids) < longest or text.ids[-1] in self.ends else "length"
 
     @contextmanager
-    def _relieved(self) -> Iterator[None]:
+    def relieved(self) -> Iterator[None]:
         """Drop all kept keys where the block finds no memory, so that the next request has it."""
         try:
             yield

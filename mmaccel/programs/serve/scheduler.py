@@ -170,6 +170,8 @@ class Scheduler:
     def _next(self) -> list[Job]:
         """Take the first request out of the queue, and those that may be answered with it."""
         first = self._queue.popleft()
+        if self.batch == 1:
+            return [first]
         key = _alike(first)
         more = [job for job in self._queue if key is not None and _alike(job) == key][: self.batch - 1]
         for job in more:
