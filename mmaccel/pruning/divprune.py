@@ -22,8 +22,8 @@ class DivPrune(ProjectorMethod):
     ``argmax_i min_{j != i} d(i, j)``; each next one is ``argmax_i min_{j picked} d(i, j)``. On a tie the lower slot is
     picked. Needs no attention, no CLS token and no text.
 
-    The first pick needs all pairs. Their distances are kept for the later picks if they take no more memory than the
-    features; otherwise each pick costs one product ``[n, D] @ [D]``. The authors keep 9.8 % (56 of LLaVA-1.5's 576).
+    The first pick needs all pairs. Their distances are kept for the later picks, if there are not many thousand tokens;
+    otherwise each pick costs one product ``[n, D] @ [D]``. The authors keep 9.8 % (56 of LLaVA-1.5's 576).
 
     ``variant="official"``: a ratio is rounded half to even.
 

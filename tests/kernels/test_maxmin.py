@@ -75,11 +75,13 @@ def dense_dpp(x, quality, valid, count):
 
 
 @pytest.mark.parametrize("kind", ["none", "all", "some"])
+@pytest.mark.parametrize("kept", [0, naive.KEPT])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_max_min_is_what_all_distances_say(shape, kind, monkeypatch):
+def test_max_min_is_what_all_distances_say(shape, kept, kind, monkeypatch):
     x, _, valid, count = units(*shape)
     limit = limits(*valid.shape, kind)
     monkeypatch.setattr(naive, "BLOCK", 500)
+    monkeypatch.setattr(naive, "KEPT", kept)
     far = max_min(x, valid, count, NOISE, limit=limit)
     for row in range(len(x)):
         torch.testing.assert_close(far[row], dense_max_min(x[row], valid[row], int(count[row]), limit[row]))

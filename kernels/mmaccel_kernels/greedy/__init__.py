@@ -52,9 +52,9 @@ def by_row(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def row_groups(x: Tensor) -> list[slice]:
-    """The rows of ``x [N, n, D]`` in groups whose vectors a CPU keeps in its cache from pick to pick; one group elsewhere, and
-    where picks read products that were made before."""
-    size = len(x) if x.device.type != "cpu" or has_room(x) else max(1, CACHED // x[0].numel())
+    """The rows of ``x [N, n, D]`` in groups whose vectors, or the products of whose vectors, a CPU keeps in its cache from pick
+    to pick; one group elsewhere, and where there are fewer products than channels."""
+    size = len(x) if x.device.type != "cpu" or has_room(x) else max(1, CACHED // x.shape[1] ** 2)
     return [slice(start, start + size) for start in range(0, len(x), size)]
 
 

@@ -8,8 +8,10 @@ from torch import Tensor
 from ..copies import first_copies, of_first, pairs_of_first
 from ..greedy import by_row, has_room, largest, row_groups
 
-#: products held at once
-BLOCK = 1 << 22
+#: products made at once: what follows finds them in the cache of a core
+BLOCK = 1 << 19
+#: the most tokens of which all distances are kept where they take more memory than the vectors, 64 MiB of a picture
+KEPT = 4096
 
 
 def max_min_definition(
@@ -20,8 +22,10 @@ def max_min_definition(
         found = [max_min_definition(x[g], valid[g], count[g], noise, most, limit[g]) for g in groups]
         return torch.cat(found)
     first = first_copies(x, valid)
-    all_pairs = all_distances(x, first, noise) if has_room(x) else None
-    nearest = of_copies(_nearest(x, valid, noise), first) if all_pairs is None else nearest_of(all_pairs, valid)
+    keeps = has_room(x) or x.shape[1] <= KEPT
+    all_pairs = x.new_empty(len(x), x.shape[1], x.shape[1]) if keeps else None
+    nearest = of_copies(_nearest(x, valid, noise, all_pairs), first)
+    all_pairs = None if all_pairs is None else pairs_of_first(all_pairs, first, 0.0)
     far, rows = torch.full_like(limit, -torch.inf), torch.arange(len(x), device=x.device)
     merit = opening(nearest, valid, limit)
     # minus infinity is the smaller of any two: what is picked or padding stays out
@@ -76,8 +80,9 @@ def nearest_of(away: Tensor, valid: Tensor) -> Tensor:
     return torch.minimum(away.amin(2), away.amin(1))
 
 
-def _nearest(x: Tensor, valid: Tensor, noise: float) -> Tensor:
-    """The same from ``x [N, n, D]``, in blocks of rows; a pair of blocks is looked at once, for both."""
+def _nearest(x: Tensor, valid: Tensor, noise: float, into: Tensor | None) -> Tensor:
+    """The same from ``x [N, n, D]``, in blocks of rows; a pair of blocks is looked at once, for both. All distances are written
+    ``into [N, n, n]``."""
     rows, slots = valid.shape
     nearest = torch.full((rows, slots), torch.inf, device=x.device)
     height = max(1, BLOCK // max(1, rows * slots))
@@ -85,6 +90,8 @@ def _nearest(x: Tensor, valid: Tensor, noise: float) -> Tensor:
     for top in range(0, slots, height):
         part = slice(top, top + height)
         away = distance(torch.bmm(x[:, part], x[:, top:].transpose(1, 2)), noise)
+        if into is not None:
+            into[:, part, top:], into[:, top:, part] = away, away.mT
         out = (number[part, None] == number[top:]) | ~(valid[:, part, None] & valid[:, None, top:])
         away = away.masked_fill_(out, torch.inf)
         nearest[:, part] = torch.minimum(nearest[:, part], away.amin(2))
