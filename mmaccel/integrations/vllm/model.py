@@ -16,9 +16,10 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...core.layout import Modality, Picture
+from ...runtime.call.forward import to_device_packed
 from ...runtime.call.vision_output import VisionOutput
 from ...runtime.tower.taps import Taps
 from . import digits, runner, tower
@@ -154,27 +155,32 @@ class ReducedModel:
             encoded,
             self.taps,
         )
+        offsets = []
         for i, (row, stays) in zip(mine, made, strict=True):
-            if items[i].visual is not None:
-                row, stays = self._with_text(items[i], row, stays)
-            rows[i] = row
+            rows[i], stays = (row, stays) if items[i].visual is None else self._with_text(items[i], row, stays)
             if self.plan.keeps_positions:
-                channels = digits.written(self._offsets(modality, items[i])[:, stays], row.dtype)
-                rows[i] = torch.cat([row, channels.to(row.device)], dim=1)
+                offsets.append(self._offsets(modality, items[i])[:, stays])
+        if offsets:
+            # one copy for all, which the host does not wait for
+            channels = digits.written(torch.cat(offsets, 1), rows[mine[0]].dtype)
+            parts = channels.to(rows[mine[0]].device, non_blocking=True).split([x.shape[1] for x in offsets])
+            for i, part in zip(mine, parts, strict=True):
+                rows[i] = torch.cat([rows[i], part], dim=1)
 
     def _with_text(self, item: Item, rows: Tensor, stays: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of an item and of the text between them, and a mask of its tokens in its range."""
         assert item.tokens is not None and item.visual is not None
         text: Tensor = ~item.visual
-        words = self.get_language_model().embed_input_ids(item.tokens[text].to(rows.device))  # type: ignore[attr-defined]
         left = text.clone()
         left[item.visual] = stays.to(left.device)
+        # rows first, then words: where in both together each of what is left stands
+        is_text = text[left]
+        place = torch.where(is_text, len(rows) + is_text.cumsum(0) - 1, (~is_text).cumsum(0) - 1)
+        ids, place = to_device_packed(rows.device, item.tokens[text], place)
+        words = self.get_language_model().embed_input_ids(ids).to(rows.dtype)  # type: ignore[attr-defined]
         # layers of the language model add nothing to text
-        joined_rows = rows.new_zeros(int(left.sum()), rows.shape[1])
-        is_text = text[left].to(rows.device)
-        joined_rows[~is_text] = rows
-        joined_rows[is_text, : words.shape[1]] = words.to(rows.dtype)
-        return joined_rows, left
+        words = nn.functional.pad(words, (0, rows.shape[1] - words.shape[1]))
+        return torch.cat([rows, words])[place], left
 
     # --- positions --------------------------------------------------------------------------------------------
     def _positions(self, tokens: list[int], features: list[Any]) -> Tensor:

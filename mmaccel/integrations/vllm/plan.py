@@ -26,7 +26,7 @@ from ...kv.forward_info import ForwardInfo
 from ...method import DraftMethod, PreviewMethod, ProjectorMethod, Tap
 from ...runtime.build import plan_for_call, plan_model
 from ...runtime.call.call import VisionState
-from ...runtime.call.forward import Prompt, PromptResult
+from ...runtime.call.forward import Prompt, PromptResult, to_device_packed
 from ...runtime.call.plan import ModelPlan
 from ...runtime.call.vision_output import VisionOutput
 from ...runtime.prompt.tokens import TokenReducer
@@ -189,7 +189,10 @@ class ServingPlan:
             added = residual.add(hidden[..., embedding])
             hidden = torch.cat([hidden[..., : embedding.start], added, hidden[..., embedding.stop :]], dim=-1)
         stays = _brought_to(prompt.total.kept, prompt.layout.valid, torch.tensor(list(kept)))
-        return [(hidden[i, mask.to(hidden.device)], mask[: len(rows[i])]) for i, mask in enumerate(stays)]
+        # what stays is known on the host: the device is not asked how much, picture by picture
+        (at,) = to_device_packed(hidden.device, stays.flatten().nonzero()[:, 0])
+        left = hidden.flatten(0, 1)[at].split(stays.sum(1).tolist())
+        return [(row, mask[: len(whole)]) for row, mask, whole in zip(left, stays, rows, strict=True)]
 
 
 def _check(method: Any, recipe: str) -> None:
