@@ -35,6 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--golden", type=Path, default=SHIPPED, help="folder of golden vectors (default: the few shipped ones)"
     )
     parser.addoption(
+        "--second-runner", action="store_true", help="tests of the plug-in for vLLM use its model runner V2"
+    )
+    parser.addoption(
         "--part", type=part, default=(1, 1), metavar="K/N", help="the Kth of N parts of the tests: 1/2, or 2/2"
     )
 

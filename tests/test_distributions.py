@@ -79,6 +79,15 @@ def test_larger_models_are_found_in_their_package(tmp_path: Path, monkeypatch: p
     assert "mmaccel_models" not in sys.modules
 
 
+def test_files_beside_a_model_may_be_in_the_other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_CHECKOUT", tmp_path)
+    (tmp_path / "mini-llava" / "more").mkdir(parents=True)
+    assert models.beside(MODELS / "mini-llava", "more") == tmp_path / "mini-llava" / "more"
+    assert models.beside(MODELS / "mini-llava", "selector") == MODELS / "mini-llava" / "selector"
+    mine = tmp_path / "elsewhere" / "mini-llava"
+    assert models.beside(mine, "more") == mine / "more", "a model of the user's with that name"
+
+
 def test_a_missing_larger_model_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,7 @@
 """Answers of every architecture that mmaccel serves in vLLM beside those of transformers, token for token.
 
-Tiny random models of the tests in single precision, each asked about 60 pictures (40 alone, 20 in pairs) and, where it takes
-them, 30 clips; recipe divprune at a quarter of the tokens, `uniform` for clips of Gemma 4.
+Tiny random models of the tests in single precision, each asked about 60 pictures (20 of them in pairs, where it takes pairs)
+and, where it takes them, 30 clips; recipe divprune at a quarter of the tokens, `uniform` for clips of Gemma 4.
 
     OMP_NUM_THREADS=1 serving/bin/python benchmarks/serving/architectures.py --update docs/guides/serving.md
 
@@ -28,8 +28,9 @@ from mmaccel.integrations.vllm import ARCHITECTURES
 
 TESTS = Path(__file__).parents[2] / "tests"
 RESULTS = Path("benchmarks/results/vllm-architectures.json")
-#: prompts of each kind: 40 pictures, 20 in pairs, and 30 clips
-COUNTS = {"image": 40, "images": 10, "video": 30}
+#: prompts of each kind: pairs of pictures, and clips
+COUNTS = {"images": 10, "video": 30}
+PICTURES = 60
 RETAIN = 0.25
 
 
@@ -39,10 +40,15 @@ class Found:
 
     architecture: str
     vllm: str
+    runner: int = 1
     pictures: int = 0
     equal_pictures: int = 0
     clips: int = 0
     equal_clips: int = 0
+
+    def __str__(self) -> str:
+        asked = [("prompts with pictures", self.equal_pictures, self.pictures), ("clips", self.equal_clips, self.clips)]
+        return ", ".join(f"{equal} of {count} {what}" for what, equal, count in asked if count)
 
     @property
     def whole(self) -> bool:
@@ -50,8 +56,8 @@ class Found:
         return (self.equal_pictures, self.equal_clips) == (self.pictures, self.clips)
 
 
-def compare(family: str, models: Path, version: str) -> Found:
-    """Ask the tiny model of a ``family`` in vLLM and in transformers."""
+def compare(family: str, models: Path, runner: int) -> Found:
+    """Ask the tiny model of a ``family`` in vLLM, by one of its model runners, and in transformers."""
     import both_ways
     import delta_nets
     import internvl_chat
@@ -75,7 +81,8 @@ def compare(family: str, models: Path, version: str) -> Found:
             given: dict[str, Any] = {"retain": RETAIN, **({"positions": "paper"} if gemma else {})}
             with tiny.engine(folder, {"recipe": recipe, "numbering": "transformers", **given}, **options) as llm:
                 for kind in kinds:
-                    rows = tiny.rows(family, kind, COUNTS[kind])
+                    alone = PICTURES - 2 * COUNTS["images"] * ("images" in kinds)
+                    rows = tiny.rows(family, kind, COUNTS.get(kind, alone))
                     want = (
                         internvl_chat.expected(rows, recipe, **given)
                         if chat
@@ -86,7 +93,7 @@ def compare(family: str, models: Path, version: str) -> Found:
                         one == other for one, other in zip(made, want, strict=True)
                     ]
     pictures, clips = asked.values()
-    return Found(name, version, len(pictures), sum(pictures), len(clips), sum(clips))
+    return Found(name, importlib.metadata.version("vllm"), runner, len(pictures), sum(pictures), len(clips), sum(clips))
 
 
 def families() -> list[str]:
@@ -98,12 +105,13 @@ def families() -> list[str]:
 
 
 def table(found: list[Found]) -> str:
-    """The counts as Markdown, by the order of the architectures."""
-    rows = [["architecture", "vLLM", "prompts with pictures", "equal", "clips", "equal"]]
-    order = list(ARCHITECTURES)
-    for one in sorted(found, key=lambda one: (order.index(one.architecture), one.vllm)):
-        clips = (str(one.clips), str(one.equal_clips)) if one.clips else ("-", "-")
-        rows.append([f"`{one.architecture}`", one.vllm, str(one.pictures), str(one.equal_pictures), *clips])
+    """The counts as Markdown: equal of all, by architecture, version of vLLM and model runner."""
+    columns = sorted({(one.vllm, one.runner) for one in found})
+    kept = {(one.architecture, one.vllm, one.runner): one for one in found}
+    rows = [["architecture", *(f"{version}, runner V{runner}" for version, runner in columns)]]
+    for name in ARCHITECTURES:
+        row = [kept.get((name, *column)) for column in columns]
+        rows.append([f"`{name}`", *("not run" if one is None else str(one) for one in row)])
     return markdown(rows)
 
 
@@ -111,22 +119,27 @@ def main() -> int:
     """Compare, print a table, and write it where it is asked for; exit status 1 where an answer differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="FAMILY", help="families of tiny models (default: all)")
+    parser.add_argument("--second-runner", action="store_true", help="vLLM's model runner V2, its kernels interpreted")
     parser.add_argument("--out", type=Path, default=RESULTS, help="what is found (default: %(default)s)")
     parser.add_argument("--update", type=Path, metavar="PAGE", help="Markdown page whose table is made anew")
     options = parser.parse_args()
     throughput.quiet()
     os.environ["VLLM_PLUGINS"] = "mmaccel"
     sys.path[:0] = [str(TESTS / "vllm_plugin"), str(TESTS)]
-    version = importlib.metadata.version("vllm")
+    version, runner = importlib.metadata.version("vllm"), 2 if options.second_runner else 1
+    if options.second_runner:
+        import second_runner
+
+        second_runner.choose()
     state = (
         json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {"done": {}, "versions": {}}
     )
     for family in tqdm(options.only or families()):
-        key = f"{family}, vLLM {version}"
+        key = f"{family}, vLLM {version}, V{runner}"
         if key in state["done"]:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            state["done"][key] = asdict(compare(family, Path(folder), version))
+            state["done"][key] = asdict(compare(family, Path(folder), runner))
         packages = ("torch", "transformers", "mmaccel")
         state["versions"][version] = {name: importlib.metadata.version(name) for name in packages}
         options.out.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")

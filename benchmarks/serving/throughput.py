@@ -9,8 +9,10 @@ the same command goes on where it was stopped.
     serving/bin/python benchmarks/serving/throughput.py --minutes 11 --update docs/guides/serving.md
     python benchmarks/serving/throughput.py --model Qwen/Qwen2.5-VL-7B-Instruct --memory 0.3 --each 4 --out vllm-gpu.json
 
-`x` is the rate over that of vLLM as it is in the same round (median), `promised` what the operations that fall away say
-(tower and language model, one answer), `share` how much of that came.
+`x` is the rate over that of vLLM as it is in the same round (median), `CPU x` the same of the processor seconds of a request,
+which other programs on the machine disturb less, `promised` what the operations that fall away say (tower and language model,
+one answer), the shares how much of that came. `selection` is the share of the engine's time in which tokens were selected.
+On a CPU set OMP_NUM_THREADS=1: threads that wait for each other count as busy.
 """
 
 from __future__ import annotations
@@ -155,6 +157,8 @@ def serve(connection: Any, model: str, size: Size, options: dict[str, Any], answ
         from vllm import LLM, SamplingParams
 
         llm = LLM(model, enable_prefix_caching=False, mm_processor_cache_gb=0, disable_log_stats=True, **options)
+        selection = Selection()
+        llm.apply_model(selection.watch)
         processor = AutoProcessor.from_pretrained(model)
         greedy = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
         connection.send({"ready": True})
@@ -164,17 +168,35 @@ def serve(connection: Any, model: str, size: Size, options: dict[str, Any], answ
             extra = {"mm_processor_kwargs": {"retain": load["retain"]}} if load["retain"] else {}
             media = pictures(size, load["medium"], load["seed"], load["clients"] * load["each"])
             prompts = [{"prompt": text, "multi_modal_data": one, **extra} for one in media]
-            connection.send(closed_loop(llm.llm_engine, prompts, load["clients"], greedy))
+            selection.seconds = 0.0
+            made = closed_loop(llm.llm_engine, prompts, load["clients"], greedy)
+            connection.send({**made, "selection": selection.seconds})
     except Exception as error:
         connection.send(
             {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"}
         )
 
 
+class Selection:
+    """Counts the seconds in which a model selects tokens, in place of its counters."""
+
+    seconds = 0.0
+
+    def watch(self, model: Any) -> None:
+        """Count those of ``model``, if it selects any."""
+        if hasattr(model, "counters"):
+            model.counters = self
+
+    def add(self, name: str, modality: str, value: float) -> None:
+        """As :class:`mmaccel.integrations.vllm.counters.Counters` does."""
+        if name == "selection_seconds":
+            self.seconds += value
+
+
 def closed_loop(engine: Any, prompts: list[dict[str, Any]], clients: int, params: Any) -> dict[str, Any]:
-    """Seconds for all prompts, those of each to its first token, and the tokens of a prompt. A client that waits while the
-    engine prepares another's picture is waiting for its first token."""
-    began = time.perf_counter()
+    """Seconds for all prompts, of the clock and of processors, those of each to its first token, and the tokens of a prompt. A
+    client that waits while the engine prepares another's picture is waiting for its first token."""
+    began, busy = time.perf_counter(), time.process_time()
     left, asked, first, length = list(enumerate(prompts)), {}, {}, 0
 
     def ask(when: float) -> None:
@@ -194,8 +216,13 @@ def closed_loop(engine: Any, prompts: list[dict[str, Any]], clients: int, params
             if out.finished:
                 length = len(out.prompt_token_ids)
                 ask(now)
-    seconds = time.perf_counter() - began
-    return {"seconds": seconds, "requests": len(prompts), "first": sorted(first.values()), "prompt": length}
+    return {
+        "seconds": time.perf_counter() - began,
+        "cpu": time.process_time() - busy,
+        "requests": len(prompts),
+        "first": sorted(first.values()),
+        "prompt": length,
+    }
 
 
 class Engine:
@@ -291,29 +318,33 @@ def grid_of(size: Size, medium: str, patch: int) -> tuple[int, int, int]:
 def rows(result: dict[str, Any], size: Size, config: Any, answer: int) -> list[list[str]]:
     """The table: medians over the rounds, ratios within a round."""
     samples, tower = result["samples"], config.vision_config
-    table = [["load", "clients", "engine", "visual tokens", "requests/s", "first token", "x", "promised", "share"]]
+    table = [["load", "clients", "engine", "visual tokens", "requests/s", "first token", "CPU s", "selection"]]
+    table[0] += ["x", "CPU x", "promised", "share", "CPU share"]
     keys = dict.fromkeys((one["medium"], one["clients"], one["setting"]) for one in samples)
     for medium, clients, name in sorted(keys, key=lambda key: (key[0] != "picture", key[1])):
         grid = grid_of(size, medium, tower.patch_size)
         whole = grid[0] * grid[1] * grid[2] // tower.spatial_merge_size**2
         mine, stock = (_of(samples, medium, clients, which) for which in (name, STOCK))
-        rate = {number: one["requests"] / one["seconds"] for number, one in mine.items()}
-        first = statistics.median([second for one in mine.values() for second in one["first"]])
-        row = [medium, str(clients), name]
-        if not stock:
+        pairs = [(one, stock[number]) for number, one in mine.items() if number in stock]
+        if not pairs:
             continue
+        rate = statistics.median(one["requests"] / one["seconds"] for one in mine.values())
+        first = statistics.median([second for one in mine.values() for second in one["first"]])
+        busy = statistics.median(one["cpu"] / one["requests"] for one in mine.values())
+        selected = statistics.median(one["selection"] / one["seconds"] for one in mine.values())
         text = next(iter(stock.values()))["prompt"] - whole
         kept = next(iter(mine.values()))["prompt"] - text
-        row += [f"{kept:,}", f"{statistics.median(rate.values()):.3g}", f"{first:.3g} s"]
+        row = [medium, str(clients), name, f"{kept:,}", f"{rate:.3g}", f"{first:.3g} s", f"{busy:.3g}"]
         if name == STOCK:
-            row += ["1", "", ""]
+            row += ["", "1", "1", "", "", ""]
         else:
-            ratios = [one * stock[n]["seconds"] / stock[n]["requests"] for n, one in rate.items() if n in stock]
-            if not ratios:
-                continue
-            faster = statistics.median(ratios)
+            faster, cheaper = (
+                statistics.median(bare[what] / bare["requests"] / (one[what] / one["requests"]) for one, bare in pairs)
+                for what in ("seconds", "cpu")
+            )
             promise = operations(config, grid, whole, text, answer) / operations(config, grid, kept, text, answer)
-            row += [f"{faster:.2f}", f"{promise:.2f}", f"{faster / promise:.0%}"]
+            row += [f"{selected:.0%}", f"{faster:.2f}", f"{cheaper:.2f}", f"{promise:.2f}"]
+            row += [f"{faster / promise:.0%}", f"{cheaper / promise:.0%}"]
         table.append(row)
     return table
 
@@ -394,7 +425,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--size", choices=SIZES, default="small", help="of the random model (default: small)")
     parser.add_argument("--recipe", default="divprune", help="default: divprune")
     parser.add_argument("--media", nargs="+", choices=("picture", "clip"), default=["picture", "clip"])
-    parser.add_argument("--clients", nargs="+", type=int, default=[1, 2, 8, 32], help="at once (default: 1 2 8 32)")
+    parser.add_argument(
+        "--clients", nargs="+", type=int, default=[1, 2, 4, 8, 32], help="at once (default: 1 2 4 8 32)"
+    )
     parser.add_argument("--each", type=int, default=1, help="questions of every client (default: 1)")
     parser.add_argument("--answer", type=int, default=8, help="tokens of an answer (default: 8)")
     parser.add_argument("--rounds", type=int, default=3, help="samples of everything (default: 3)")

@@ -14,7 +14,7 @@ deleted in the end. Use the selector as a recipe:
   mmaccel eval --model ./my-qwen --recipe selector/ --retain 0.1 --data others.jsonl
 
 A selector works only with the model that it was trained for. The recipe "learned" takes the selector in the folder "selector"
-next to the model's weights.
+next to the model's weights; in vLLM, where it must not read the question, that in "selector-blind".
 
 The exit status is 3 if some samples could not be used (they are named).
 """

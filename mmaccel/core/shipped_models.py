@@ -17,9 +17,19 @@ _CHECKOUT = Path(__file__).parents[2] / "packages" / "mmaccel-models" / "mmaccel
 
 def shipped_models() -> dict[str, Path]:
     """The folders of all models that are here, by short name."""
+    return {path.parent.name: path.parent for place in _places() for path in sorted(place.glob("*/config.json"))}
+
+
+def beside(folder: Path, name: str) -> Path:
+    """Path of ``name``, a file or folder beside the weights of a model in ``folder``. Some of those beside the models of this
+    package are in mmaccel-models."""
+    places = [folder, *(place / folder.name for place in _places() if folder.parent == MODELS)]
+    return next((place / name for place in places if (place / name).exists()), folder / name)
+
+
+def _places() -> list[Path]:
     larger = find_spec("mmaccel_models")
-    places = [*map(Path, (larger.submodule_search_locations or ()) if larger else ()), _CHECKOUT, MODELS]
-    return {path.parent.name: path.parent for place in places for path in sorted(place.glob("*/config.json"))}
+    return [*map(Path, (larger.submodule_search_locations or ()) if larger else ()), _CHECKOUT, MODELS]
 
 
 def located(name: str) -> str:

@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
 from ..core.files import write_whole
+from ..core.shipped_models import beside
 from ..errors import MmaccelError, UnsupportedError
 from .base import ModelFacts
 from .selector_schema import Stamp, read_config, read_weights, refusal, stamp
 from .tokens import TokenBatch
 
 CONFIG, WEIGHTS = "selector.json", "selector.safetensors"
-#: where a model's folder has its own
-FOLDER = "selector"
+#: where a model's folder has its own, and one that does not read the question
+FOLDER, BLIND_FOLDER = "selector", "selector-blind"
 #: frequencies of the sines of a coordinate between 0 and 1
 _FREQUENCIES = 4
 #: the most that a shape may have: more than a selector for any language model needs, and built in a moment
@@ -208,8 +209,17 @@ def _described(path: Path, changed: Stamp) -> tuple[Shape, ModelFingerprint]:
 def selector_folder(family: ModelFacts) -> str:
     """The folder ``selector`` beside a model's weights; empty if there is none."""
     name = getattr(getattr(getattr(family, "model", None), "config", None), "_name_or_path", "")
-    folder = Path(str(name)) / FOLDER
-    return str(folder) if name and (folder / CONFIG).is_file() else ""
+    return _beside(str(name), FOLDER)
+
+
+def blind_selector_folder(model: str) -> str:
+    """The folder ``selector-blind`` beside the weights of a model in the folder ``model``; empty if there is none."""
+    return _beside(model, BLIND_FOLDER)
+
+
+def _beside(model: str, name: str) -> str:
+    folder = beside(Path(model), name)
+    return str(folder) if model and (folder / CONFIG).is_file() else ""
 
 
 # ------------------------------------------------------------------------------------------------------------ the model

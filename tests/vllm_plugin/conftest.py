@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import second_runner
 
 # before vLLM is imported: one process, one thread, a small cache, nothing asked of anybody
 os.environ.update(
@@ -16,6 +17,11 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="WARNING",
     HF_HUB_OFFLINE="1",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--second-runner"):
+        second_runner.choose()
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,9 @@ from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 def patch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patch vLLM's gated delta nets."""
     # the precision that vLLM asserts
-    monkeypatch.setattr(gdn_attention, "torch", SimpleNamespace(bfloat16=torch.float32, Tensor=torch.Tensor))
+    monkeypatch.setattr(
+        gdn_attention, "torch", SimpleNamespace(bfloat16=torch.float32, float16=torch.float16, Tensor=torch.Tensor)
+    )
     monkeypatch.setattr(gdn_attention, "_cpu_gdn_attention_nonspec", _attend)
 
 

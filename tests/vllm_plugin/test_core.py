@@ -803,22 +803,24 @@ def test_vllm_does_not_remember_classes_of_our_architectures(stub):
     assert utils._MODEL_ARCH_BY_HASH == {2: (Stock, "GemmaForCausalLM")}
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("second", [False, True])
 @pytest.mark.parametrize("recipe", ["divprune", "none"])
-def test_the_start_says_what_is_served_and_warns_of_the_runner_that_is_not_tested(recipe, second, stub, monkeypatch):
+def test_the_start_says_what_is_served_and_warns_where_it_is_not_tested(recipe, second, device, stub, monkeypatch):
     warned, _, _ = stub()
     lines: list[str] = []
     monkeypatch.setattr(checks._log, "info", lambda text, *values: lines.append(text % values))
     given = {"retain": 0.25} if recipe == "divprune" else {}
     ours = ServingPlan(settings_of({"recipe": recipe, **given}), config("llava"), LLAVA)
-    checks._announce(SimpleNamespace(use_v2_model_runner=second), ours, "LlavaForConditionalGeneration")
+    made = SimpleNamespace(use_v2_model_runner=second, device_config=SimpleNamespace(device_type=device))
+    checks._announce(made, ours, "LlavaForConditionalGeneration")
     name = "divprune 25 %" if given else "none (nothing is dropped)"
     assert lines == [
         f"mmaccel {__version__} serves LlavaForConditionalGeneration with {name}, positions kept, on model runner "
         f"V{1 + second}."
     ]
-    assert len(warned) == (second and recipe == "divprune")
-    assert not warned or "VLLM_USE_V2_MODEL_RUNNER=0" in warned[0]
+    assert len(warned) == (device == "cuda" and recipe == "divprune")
+    assert not warned or "tested on CPUs alone, with both of its model runners" in warned[0]
 
 
 @pytest.mark.parametrize("main", ["vllm.entrypoints.cli.main", "mine"])

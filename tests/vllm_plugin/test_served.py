@@ -158,7 +158,7 @@ def test_what_follows_a_prompt_that_ends_in_a_picture_stands_where_it_stood(numb
         ({"recipe": "divprun"}, {}, "did you mean 'divprune'"),
         ({"recipe": "fastv"}, {}, "inside the language model"),
         ({"recipe": "cdpruner"}, {}, "reads the question"),
-        ({"recipe": "learned"}, {}, "mmaccel distil --blind"),
+        ({"recipe": "learned", "selector": str(shipped.MODELS / QWEN / "selector")}, {}, "mmaccel distil --blind"),
         (
             {**DIVPRUNE, "proportional": "all"},
             {},

@@ -11,8 +11,10 @@ import dataclasses
 import functools
 import os
 import types
+from collections.abc import Mapping
 from typing import Any
 
+from ...method.selector import blind_selector_folder
 from .architectures import known_architectures
 from .counters import FOLDER, counters_of
 from .model import ReducedModel
@@ -23,8 +25,10 @@ from .settings import override_of, settings_of
 
 def plan_of(model_config: Any, name: str) -> ServingPlan:
     """The plan of a model whose overrides ask for a recipe; vLLM loads it as the architecture ``name``."""
-    architecture = known_architectures()[name]
-    return ServingPlan(settings_of(override_of(model_config)), architecture.config(model_config), architecture)
+    architecture, given = known_architectures()[name], override_of(model_config)
+    if isinstance(given, Mapping) and given.get("recipe") == "learned" and not given.get("selector"):
+        given = {**given, "selector": blind_selector_folder(str(model_config.model))}
+    return ServingPlan(settings_of(given), architecture.config(model_config), architecture)
 
 
 def wrap_registry() -> None:

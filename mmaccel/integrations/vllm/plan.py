@@ -209,7 +209,7 @@ def _check(method: Any, recipe: str) -> None:
         why = f"has a smaller model read the prompt first, {early}"
     elif method.needs_question:
         remedy = (
-            "name the folder of a selector that was trained by mmaccel distil --blind"
+            "train a selector by mmaccel distil --blind, and name its folder or put it beside the weights as selector-blind"
             if method.name == "learned"
             else "use 'divprune'"
         )
