@@ -245,6 +245,32 @@ def test_stats_of_none() -> None:
     assert stats["stages"] == [] and stats["kv_bytes"] > 0 and stats["seconds"]["prefill"] > 0
 
 
+def test_a_streamer_gets_the_figures_of_its_own_call() -> None:
+    tiny, feed = model("llava"), inputs("llava")
+    found: list[Any] = []
+
+    class Watch:
+        def put(self, value: Any) -> None:
+            kept = handle.reduction and int((handle.reduction.kept & handle.layout.visual).sum())
+            found.append((handle.stats(), kept))
+
+        def end(self) -> None:
+            pass
+
+    with accelerated(tiny, "divprune", retain=9):
+        handle = tiny.mmaccel
+        generate(tiny, inputs("llava", "text"))
+        generate(tiny, feed, streamer=Watch())
+        last = handle.stats()
+    (before, none), *steps = found
+    assert none is None and before["kv_bytes"] == before["prompt_tokens"] == 0
+    assert [kept for _, kept in steps] == [9] * len(steps)
+    assert [one["decode_steps"] for one, _ in steps] == list(range(len(steps)))
+    bare = [one["kv_bytes_bare"] for one, _ in steps]
+    assert bare[0] < bare[1] < bare[-1] == last["kv_bytes_bare"]
+    assert all(one["kv_bytes"] >= last["kv_bytes"] // 2 for one, _ in steps)
+
+
 def test_the_handle_shows_what_it_did() -> None:
     tiny, feed = model("llava"), inputs("llava")
     with accelerated(tiny, "divprune", retain=9):

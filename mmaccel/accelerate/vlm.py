@@ -110,12 +110,23 @@ class Accelerator(Handle):
         return self.plan.kernels
 
     def stats(self) -> CallStats:
-        """Figures of the last call; empty before the first."""
-        return CallStats() if self._last is None else self._last.stats.as_dict()
+        """Figures of the last call; empty before the first. A streamer gets those of its own call so far."""
+        call = self._shown
+        return CallStats() if call is None else call.stats.as_dict()
+
+    @property
+    def _shown(self) -> Call[ModelPlan] | None:
+        """The call that runs in this thread, or the last one."""
+        running = current(self.plan)
+        if running is None:
+            return self._last
+        running.count_bytes(self.family.text.config)
+        return running
 
     @property
     def _result(self) -> PromptResult | None:
-        return None if self._last is None else self._last.result
+        call = self._shown
+        return None if call is None else call.result
 
     @property
     def layout(self) -> Layout | None:

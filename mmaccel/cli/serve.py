@@ -80,7 +80,7 @@ class Serving:
             min=1,
             metavar="N",
             help="Requests that wait are answered together, at most so many, where their budgets and numbers of pictures and "
-            "clips are equal. They end together; texts are streamed as they come.",
+            "clips are equal. Each answer is complete when its row ends.",
         ),
     ] = 1
     queue: Annotated[int, typer.Option(min=0, metavar="N", help="Requests that may wait.")] = 16

@@ -92,17 +92,18 @@ class PrefixCaches:
         with self._lock:
             self._kept.clear()
 
+    def continues(self, key: str, ids: Tensor, media: Media) -> bool:
+        """Whether a cache with this ``key`` has read a picture or clip of a prompt ``ids [n]`` on the CPU, or at least half of
+        its tokens."""
+        with self._lock:
+            best, tokens = self._longest(key, ids, media)
+        return best is not None and (best.end > 0 or 2 * tokens >= len(ids))
+
     def find(self, key: str, ids: Tensor, media: Media) -> Beginning | None:
         """The longest beginning of a prompt ``ids [n]`` on the CPU that a cache with this ``key`` has read, with every picture
         of that cache, and without the last token of the prompt; None where no cache has."""
         with self._lock:
-            best, tokens = None, 0
-            for one in self._kept:
-                common = min(one.common(ids), len(ids) - 1)
-                if one.key != key or not one.media.begins(media) or common < max(one.end, tokens + 1):
-                    continue
-                if common == len(one.ids) or (self.crops and one.cache.is_croppable):
-                    best, tokens = one, common
+            best, tokens = self._longest(key, ids, media)
             if best is None:
                 return None
             self._kept.remove(best)
@@ -112,6 +113,17 @@ class PrefixCaches:
         if tokens < len(best.ids):
             cache.crop(tokens - len(best.ids))
         return Beginning(cache, tokens, best.media, best.visual)
+
+    def _longest(self, key: str, ids: Tensor, media: Media) -> tuple[_Kept | None, int]:
+        """The cache that has read the longest beginning of a prompt, and how many tokens; see :meth:`find`."""
+        best, tokens = None, 0
+        for one in self._kept:
+            common = min(one.common(ids), len(ids) - 1)
+            if one.key != key or not one.media.begins(media) or common < max(one.end, tokens + 1):
+                continue
+            if common == len(one.ids) or (self.crops and one.cache.is_croppable):
+                best, tokens = one, common
+        return best, tokens
 
     def add(self, key: str, ids: Tensor, media: Media, end: int, visual: tuple[int, int], cache: Any) -> None:
         """Keep a cache that has read ``ids [n]`` on the CPU, in place of those that are the beginning of it."""

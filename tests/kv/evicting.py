@@ -85,6 +85,8 @@ SCHEDULES = {
         for name in oracle.policies_that_drop()
         if not mmaccel.get_method(name)().prompt_only
     },
+    # its newest keys stay, too: fewer of them than are written between two evictions
+    "rpc-each": stage("rpc", every=4, joint=True, recent=1, window=2),
     "h2o": stage("h2o", every=1, joint=True, recent=4),
     "h2o-text": stage("h2o", every=1, text_retain=0.5, recent=2),
     "h2o-visual": stage("h2o", every=1),

@@ -46,6 +46,12 @@ def held(served: SimpleNamespace, *asked: Any):
         gate.open()
 
 
+def endless(served: SimpleNamespace) -> None:
+    """Let no answer of a server end before its limit."""
+    (engine,) = served.scheduler.engines
+    engine.ends, engine.model.generation_config.eos_token_id = set(), None
+
+
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Prompt]]:
     """Questions about one picture each, as messages and as prompts of different lengths."""
@@ -129,15 +135,49 @@ def test_what_is_asked_otherwise_is_answered_apart(serve, asked):
     assert [bool(one.mmaccel["fallback"]) for one in found] == [False] * 6 + [True] * 2
 
 
+@pytest.mark.parametrize("function", [chat, streamed])
+def test_a_short_answer_does_not_wait_for_a_long_one(serve, function):
+    served = serve("mini-llava", "divprune", batch=8)
+    endless(served)
+    model, message = served.scheduler.engines[0].model, user("what is there ?")
+    long, short = {"max_tokens": 60}, {"max_tokens": 2}
+    with held(served, (chat, [message], long), (function, [message], short)) as (answers, gate):
+        # behind the second step of the batch: at most 3 are of the request before it
+        with Gate(model, 8) as inside:
+            gate.open()
+            assert inside.reached.wait(30)
+            found = answers[1].result(30)
+            assert not answers[0].done()
+            # the place of the short one is free, and its connection
+            until(lambda: served.scheduler.present == 1)
+            assert served.scheduler.running == figure(served, "mmaccel_running") == 1
+            assert figure(served, "mmaccel_queue_length") == 0
+            assert figure(served, "mmaccel_batched_total") == 1
+            assert figure(served, "mmaccel_tokens_per_second_count") == 1, "of the one before: two tokens have no rate"
+        whole = answers[0].result()
+    assert whole.usage.completion_tokens == 60
+    assert text(whole) == text(chat(served, message, **long))
+    alone = chat(served, message, **short)
+    assert found == text(alone) if function is streamed else text(found) == text(alone)
+    assert figure(served, "mmaccel_tokens_per_second_count") == 3
+    if function is chat:
+        own = (found.mmaccel[name] / alone.mmaccel[name] for name in ("kv_bytes", "kv_bytes_bare"))
+        assert all(0.5 < share < 2 for share in own), "an equal share of the bytes when it ended"
+
+
 def test_one_that_fails_fails_alone(serve, asked, tmp_path):
     served = serve("mini-llava", "divprune", batch=8)
     (tmp_path / "broken.png").write_bytes(b"no picture")
     broken = user(picture(data_url(tmp_path / "broken.png")), "what is it ?")
     messages = [asked[0][0], broken, asked[1][0]]
     with held(served, *((chat, [one], {}) for one in messages)) as (answers, gate):
-        gate.open()
-        with pytest.raises(openai.BadRequestError, match="picture"):
-            answers[1].result()
+        # the others are in the batch, or before it
+        with Gate(served.scheduler.engines[0].model, 4) as inside:
+            gate.open()
+            assert inside.reached.wait(30)
+            with pytest.raises(openai.BadRequestError, match="picture"):
+                answers[1].result(30)
+            assert not answers[0].done() and not answers[2].done()
         found = [text(answers[number].result()) for number in (0, 2)]
     assert found == [direct("mini-llava", asked[number][1], "divprune").answer for number in (0, 1)]
     assert figure(served, "mmaccel_batched_total") == 2
@@ -165,8 +205,8 @@ def test_who_leaves_a_batch_ends_only_a_row(serve, asked):
     import httpx
 
     served = serve("mini-llava", "divprune", batch=8)
-    # hot enough not to end by itself
-    body = {"model": served.name, "messages": [user("what is there ?")], "max_tokens": 64, "temperature": 2, "seed": 1}
+    endless(served)
+    body = {"model": served.name, "messages": [user("what is there ?")], "max_tokens": 64}
     gates = []
 
     with httpx.Client(base_url=served.address, timeout=1.0) as leaving:
@@ -184,11 +224,88 @@ def test_who_leaves_a_batch_ends_only_a_row(serve, asked):
                 assert inside.reached.wait(30)
                 answers[0].result()
                 until(lambda: figure(served, "mmaccel_disconnected_total") == 1)
-                inside.open()
-                assert text(answers[1].result()) == text(chat(served, *body["messages"], **options))
+                with Gate(served.scheduler.engines[0].model, 2) as later:
+                    inside.open()
+                    assert later.reached.wait(30)
+                    assert served.scheduler.present == served.scheduler.running == 1
+                found = text(answers[1].result())
                 # the row of who left does not make the batch longer
                 assert inside.passes < 13
+                assert found == text(chat(served, *body["messages"], **options))
     assert figure(served, "mmaccel_batched_total") >= 1
+
+
+def test_who_leaves_before_the_batch_is_not_in_it(serve, asked, monkeypatch):
+    served = serve("mini-llava", "divprune", batch=8)
+    (engine,) = served.scheduler.engines
+    sizes, jobs, read = sizes_of_batches(served, monkeypatch), [], engine.read
+
+    def leave(request: Any, stop: Any) -> Any:
+        jobs.append(stop)
+        if len(jobs) == 4:
+            # the second of the batch, while the third is read
+            jobs[2].set()
+        return read(request, stop)
+
+    monkeypatch.setattr(engine, "read", leave)
+    with held(served, *((chat, [one], {}) for one, _ in asked[:3])) as (answers, gate):
+        gate.open()
+        found = [text(answers[number].result()) for number in (0, 2)]
+        with pytest.raises(openai.APIError):
+            answers[1].result()
+    assert found == [direct("mini-llava", asked[number][1], "divprune").answer for number in (0, 2)]
+    assert sizes == [1, 2]
+
+
+def sizes_of_batches(served: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of every call of the model from now on."""
+    model, sizes = served.scheduler.engines[0].model, list[int]()
+    real = model.generate
+
+    def generate(**given: Any) -> Any:
+        sizes.append(len(given["input_ids"]))
+        return real(**given)
+
+    monkeypatch.setattr(model, "generate", generate)
+    return sizes
+
+
+def test_what_continues_a_kept_cache_is_answered_alone(serve, asked, monkeypatch):
+    served = serve("mini-llava", "balanced", batch=8, prefix_cache=64 << 20)
+    shown, again = (dict(asked[number][0]["content"][0]) for number in (0, 3))
+    # a beginning of a few words is no reason
+    chat(served, user("what is there ?"))
+    chat(served, asked[0][0])
+    sizes = sizes_of_batches(served, monkeypatch)
+    ask = {number: (chat, [asked[number][0]], {}) for number in range(4)}
+    other = (chat, [user(shown, "what is there ?")], {})
+    # first come, first served: it is answered before the batch where it came before, and behind it where not
+    for requests, calls in (([other, ask[1], ask[2]], [1, 1, 2]), ([ask[1], other, ask[2]], [1, 2, 1])):
+        sizes.clear()
+        with held(served, *requests) as (answers, gate):
+            gate.open()
+            found = [one.result() for one in answers]
+        assert sizes == calls
+        reused = [one.usage.prompt_tokens_details.cached_tokens > 0 for one in found]
+        assert reused == [one is other for one in requests]
+        for number in (1, 2):
+            at = requests.index(ask[number])
+            assert text(found[at]) == direct("mini-llava", asked[number][1], "balanced").answer
+    # two that ask about one new picture: the second continues the first
+    sizes.clear()
+    pair = [ask[3], (chat, [user(again, "what is there ?")], {})]
+    with held(served, ask[1], pair[0], ask[2], pair[1]) as (answers, gate):
+        gate.open()
+        found = [one.result().usage.prompt_tokens_details.cached_tokens > 0 for one in answers]
+    assert sizes == [1, 2, 1, 1] and found == [False, False, False, True]
+    assert figure(served, "mmaccel_prefix_cache_hits_total") == 3
+    # the bare model continues nothing
+    sizes.clear()
+    bare = {"extra_body": {"mmaccel": False}}
+    with held(served, *((function, messages, bare) for function, messages, _ in pair)) as (answers, gate):
+        gate.open()
+        assert all(one.result() for one in answers)
+    assert sizes == [1, 2]
 
 
 @pytest.mark.parametrize(

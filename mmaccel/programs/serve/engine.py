@@ -144,7 +144,7 @@ def ages(recipe: Recipe) -> bool:
     return any(isinstance(method, Policy) and method.age for _, method in recipe.build())
 
 
-def _reads_once(budget: bool | Mapping[str, Any] | None) -> bool:
+def reads_once(budget: bool | Mapping[str, Any] | None) -> bool:
     """Whether the accelerated model reads a prompt once, and may continue a kept cache. A fallback may read it again."""
     return budget is not False and not (isinstance(budget, Mapping) and budget.get("fallback"))
 
@@ -207,13 +207,16 @@ class Engine(ModelSlot):
             )
         self.budgeted(request.mmaccel)
 
-    def answer(self, request: ChatRequest, send: Callable[[str], None], stop: threading.Event) -> Answer:
-        """The answer; ``send`` gets its text piece by piece, perhaps an empty one at the first token.
+    def answer(
+        self, request: ChatRequest, send: Callable[[str], None], stop: threading.Event, chat: Chat | None = None
+    ) -> Answer:
+        """The answer; ``send`` gets its text piece by piece, perhaps an empty one at the first token. ``chat`` is what
+        :meth:`read` has returned, if it was called.
 
         Raises Stopped if ``stop`` is set before it is complete, MmaccelError if the request cannot be honoured.
         """
         processor, budget = self.budgeted(request.mmaccel)
-        chat = self.read(request, stop)
+        chat = chat or self.read(request, stop)
         inputs = encode(processor, [chat]).to(self.model.device, self.model.dtype)
         prompt = inputs["input_ids"].shape[1]
         text = Detokenizer(self.processor.tokenizer, request.stop)
@@ -264,7 +267,7 @@ class Engine(ModelSlot):
         """The inputs of ``generate``, the visual tokens of what a cache has read of the prompt, see :data:`VISUAL`, and how
         many tokens were not read again."""
         whole = inputs, (0, 0), 0
-        if self.kept is not None and _reads_once(budget):
+        if self.kept is not None and reads_once(budget):
             begun = self.kept.find(budget_key(budget), inputs["input_ids"][0].cpu(), Media.of(chat))
             if begun is not None and (feed := continued(self.model.mmaccel.family, processor, inputs, chat, begun)):
                 return feed, begun.visual, begun.tokens
@@ -292,7 +295,7 @@ class Engine(ModelSlot):
     ) -> None:
         """Keep the cache of an answer."""
         cache = cache_of(out)
-        if self.kept is None or not _reads_once(budget) or cache is None:
+        if self.kept is None or not reads_once(budget) or cache is None:
             return
         ids = out.sequences[0, : cache.get_seq_length()].cpu()
         visual = self.model.mmaccel.family.visual(inputs["input_ids"].cpu())[0].nonzero()

@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..model_lock import Stopped
-from .batch import alike, answer_together
+from .batch import Member, alike, answer_together
 from .engine import Engine
 from .errors import Refused, refusal
 from .schema import ChatRequest
@@ -82,16 +83,22 @@ class Scheduler:
 
     def __init__(self, engines: Sequence[Engine], waiting: int, batch: int = 1) -> None:
         self.engines, self.capacity, self.batch = engines, len(engines) + waiting, batch
-        self.present = self.running = self.held = 0
+        self.present = self.held = 0
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._queue: deque[Job] = deque()
         self._jobs: set[Job] = set()
+        self._answering: set[Job] = set()
         self._mean, self.closed = 1.0, False
         # a recorded graph belongs to the thread that recorded it, so each has its model for good
         self._threads = [threading.Thread(target=self._run_engine, args=(engine,), daemon=True) for engine in engines]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def running(self) -> int:
+        """Requests that the engines are at work for; of a batch, those whose rows go on."""
+        return len(self._answering)
 
     @property
     def waiting(self) -> int:
@@ -121,10 +128,13 @@ class Scheduler:
 
     @contextmanager
     def queued(self, request: ChatRequest | StreamWork) -> Iterator[Job]:
-        """A request in the queue; leaving the block cancels it."""
+        """A request in the queue; leaving the block cancels it. Raises Refused if the server is shutting down."""
         job = Job(request)
-        self._jobs.add(job)
         with self._lock:
+            # it may have closed while the request was read
+            if self.closed:
+                raise self.ending()
+            self._jobs.add(job)
             self._queue.append(job)
             self._work.notify()
         try:
@@ -142,11 +152,11 @@ class Scheduler:
 
     def close(self) -> None:
         """Cancel all requests, and wait for the engines to stop."""
-        self.closed = True
-        for job in list(self._jobs):
-            job.cancel()
         with self._lock:
+            self.closed, jobs = True, list(self._jobs)
             self._work.notify_all()
+        for job in jobs:
+            job.cancel()
         for thread in self._threads:
             thread.join()
 
@@ -158,14 +168,10 @@ class Scheduler:
                 if self.closed:
                     return
                 jobs = self._next()
-                self.running += (count := len(jobs))
-            try:
-                self._answer_all(engine, jobs)
-            finally:
-                # while it waits, a thread holds nothing of the last requests
-                del jobs
-                with self._lock:
-                    self.running -= count
+                self._answering.update(jobs)
+            self._answer_all(engine, jobs)
+            # while it waits, a thread holds nothing of the last requests
+            del jobs
 
     def _next(self) -> list[Job]:
         """Take the first request out of the queue, and those that may be answered with it."""
@@ -179,22 +185,19 @@ class Scheduler:
         return [first, *more]
 
     def _answer_all(self, engine: Engine, jobs: list[Job]) -> None:
-        """Answer requests as a batch, and one by one where they are no batch."""
-        begin, alone = time.monotonic(), jobs
-        if len(jobs) > 1:
-            requests = [job.request for job in jobs if isinstance(job.request, ChatRequest)]
-            try:
-                found: list[Any] = answer_together(engine, requests, [j.send for j in jobs], [j.stop for j in jobs])
-            except BaseException as error:
-                found = [error] * len(jobs)
-            alone = [job for job, one in zip(jobs, found, strict=True) if one is None]
-            if done := len(jobs) - len(alone):
-                self._mean += ((time.monotonic() - begin) / done - self._mean) / 8
-            for job, one in zip(jobs, found, strict=True):
-                if one is not None:
-                    job.send(_outcome(one))
-        for job in alone:
-            self._answer(engine, job)
+        """Answer a request, or several as a batch."""
+        if len(jobs) == 1:
+            return self._answer(engine, jobs[0])
+        begin, members = time.monotonic(), list[Member]()
+        for job in jobs:
+            assert isinstance(job.request, ChatRequest)
+            members.append(Member(job.request, job.send, job.stop, partial(self._finish, job)))
+        try:
+            answer_together(engine, members)
+        except BaseException as error:
+            for job in jobs:
+                self._finish(job, error)
+        self._mean += ((time.monotonic() - begin) / len(jobs) - self._mean) / 8
 
     def _answer(self, engine: Engine, job: Job) -> None:
         begin = time.monotonic()
@@ -204,9 +207,17 @@ class Scheduler:
             else:
                 answer = Done(job.request.run(engine, job.send, job.stop))
             self._mean += (time.monotonic() - begin - self._mean) / 8
-            job.send(answer)
+            self._finish(job, answer)
         except BaseException as error:
-            job.send(_outcome(error))
+            self._finish(job, error)
+
+    def _finish(self, job: Job, found: Any) -> None:
+        """Send the answer of a request, or the error that ended it, unless that has been done."""
+        with self._lock:
+            if job not in self._answering:
+                return
+            self._answering.remove(job)
+        job.send(_outcome(found))
 
 
 def _alike(job: Job) -> Any:

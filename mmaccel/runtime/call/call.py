@@ -187,15 +187,19 @@ class Call(Generic[P]):
             state.unpin()
             state.trim()
 
+    def count_bytes(self, config: Any) -> None:
+        """Count the bytes of the cache as it is now, for a text model with this ``config``."""
+        if self.cache is not None:
+            self.stats.kv_bytes = cache_bytes(self.cache)
+            self.stats.kv_bytes_bare = bare_bytes(self.cache, config)
+
     def finish(self, config: Any) -> None:
         """End the call of a model whose text model has this ``config``: free tensors that were needed only while it ran."""
         if (state := state_of(self.cache)) is not None:
             state.unpin()
         self._count_again()
-        if self.cache is not None:
-            self.stats.kv_bytes = cache_bytes(self.cache)
-            self.stats.kv_bytes_bare = bare_bytes(self.cache, config)
-            self._note_offload()
+        self.count_bytes(config)
+        self._note_offload()
         self.vision.outputs.clear()
         self.vision.running = self.vision.sounds = self.cache = None
         self.inputs, self.text = CallInputs(opened_by=self.inputs.opened_by), TextState()
