@@ -111,22 +111,11 @@ class Accelerator(Handle):
 
     def stats(self) -> CallStats:
         """Figures of the last call; empty before the first. A streamer gets those of its own call so far."""
-        call = self._shown
-        return CallStats() if call is None else call.stats.as_dict()
-
-    @property
-    def _shown(self) -> Call[ModelPlan] | None:
-        """The call that runs in this thread, or the last one."""
-        running = current(self.plan)
-        if running is None:
-            return self._last
-        running.count_bytes(self.family.text.config)
-        return running
+        return CallStats() if self._last is None else self._last.figures(self.family.text.config)
 
     @property
     def _result(self) -> PromptResult | None:
-        call = self._shown
-        return None if call is None else call.result
+        return None if self._last is None else self._last.result
 
     @property
     def layout(self) -> Layout | None:
@@ -241,6 +230,7 @@ class Accelerator(Handle):
                 decoder = self.drafts.decoder(self._model, self.family, given, mmaccel, call)
                 kwargs["custom_generate"] = decoder
             push(call)
+            self._last = call
             try:
                 output = original(*args, **kwargs)
                 call.trim()
@@ -249,7 +239,8 @@ class Accelerator(Handle):
                 return with_ids(output)
             finally:
                 pop(call)
-                self._finish(call)
+                call.finish(self.family.text.config)
+                self._last = call
 
         return generate
 
@@ -266,6 +257,7 @@ class Accelerator(Handle):
         if call.plan.active and isinstance(labels, Tensor):
             kwargs["labels"] = call.inputs.labels = labels.clone()
         push(call)
+        self._last = call
         return args, kwargs
 
     def _drop_stale(self, module: nn.Module | None) -> None:
@@ -284,12 +276,9 @@ class Accelerator(Handle):
             return None
         pop(call)
         dropped = call.text.dropped
-        self._finish(call)
-        return None if dropped is None or output is None else _show_dropped(self._model, output, kwargs, dropped)
-
-    def _finish(self, call: Call[ModelPlan]) -> None:
         call.finish(self.family.text.config)
         self._last = call
+        return None if dropped is None or output is None else _show_dropped(self._model, output, kwargs, dropped)
 
     def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if static_view_of(kwargs) is not None:

@@ -148,7 +148,7 @@ def test_a_short_answer_does_not_wait_for_a_long_one(serve, function):
             assert inside.reached.wait(30)
             found = answers[1].result(30)
             assert not answers[0].done()
-            # the place of the short one is free, and its connection
+            # the place of the short one is free
             until(lambda: served.scheduler.present == 1)
             assert served.scheduler.running == figure(served, "mmaccel_running") == 1
             assert figure(served, "mmaccel_queue_length") == 0
@@ -233,6 +233,25 @@ def test_who_leaves_a_batch_ends_only_a_row(serve, asked):
                 assert inside.passes < 13
                 assert found == text(chat(served, *body["messages"], **options))
     assert figure(served, "mmaccel_batched_total") >= 1
+
+
+def test_a_batch_leaves_the_places_of_those_who_wait(serve):
+    served = serve("mini-llava", batch=8, waiting=2)
+    endless(served)
+    message, options = user("what is there ?"), {"max_tokens": 8}
+    with held(served, *[(chat, [message], options)] * 2) as (answers, gate), ThreadPoolExecutor(2) as pool:
+        with pytest.raises(openai.RateLimitError):
+            chat(served, message, **options)
+        # the two are answered together, so two others may wait
+        with Gate(served.scheduler.engines[0].model, 7) as inside:
+            gate.open()
+            assert inside.reached.wait(30)
+            assert served.scheduler.running == 2
+            more = [pool.submit(chat, served, message, **options) for _ in range(2)]
+            until(lambda: served.scheduler.present == 4)
+            with pytest.raises(openai.RateLimitError, match="full with 4 requests"):
+                chat(served, message, **options)
+        assert len({text(one.result()) for one in [*answers, *more]}) == 1
 
 
 def test_who_leaves_before_the_batch_is_not_in_it(serve, asked, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 import time
@@ -19,6 +20,8 @@ from mmaccel.programs import model_lock
 openai = pytest.importorskip("openai", reason="the client of OpenAI is not installed: pip install '.[test]'")
 
 from mmaccel.programs.serve.engine import Limits  # noqa: E402
+from mmaccel.programs.serve.errors import Refused  # noqa: E402
+from mmaccel.programs.serve.scheduler import StreamWork  # noqa: E402
 
 #: characters that the model writes where nothing is shown, at least
 ASKED = {"max_tokens": 12}
@@ -208,6 +211,14 @@ def test_who_waits_when_the_server_ends_is_told(serve):
         gate.open()
         closing.join(30)
         assert not closing.is_alive()
+
+    async def read_meanwhile():
+        with served.scheduler.queued(StreamWork(lambda *_: None)):
+            pass
+
+    # a request that was being read when the server closed
+    with pytest.raises(Refused, match="shutting down"):
+        asyncio.run(read_meanwhile())
 
 
 def test_figures(serve, things):

@@ -82,7 +82,7 @@ class Scheduler:
     received."""
 
     def __init__(self, engines: Sequence[Engine], waiting: int, batch: int = 1) -> None:
-        self.engines, self.capacity, self.batch = engines, len(engines) + waiting, batch
+        self.engines, self.places, self.batch = engines, waiting, batch
         self.present = self.held = 0
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -111,7 +111,7 @@ class Scheduler:
         """A place for one request. Raises Refused if the queue is full, or the server is shutting down."""
         if self.closed:
             raise self.ending()
-        if self.present >= self.capacity:
+        if self.present >= max(self.running, len(self.engines)) + self.places:
             raise self.full(f"The queue is full with {self.present} requests")
         self.present += 1
         reservation = Reservation(self)

@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar, overload
 from mmaccel_kernels.launch import allowed
 from torch import Tensor, nn
 
+from ...core.figures import CallStats
 from ...core.layout import Modality
 from ...core.stats import Stats
 from ...families.base import Continued
@@ -187,8 +188,12 @@ class Call(Generic[P]):
             state.unpin()
             state.trim()
 
-    def count_bytes(self, config: Any) -> None:
-        """Count the bytes of the cache as it is now, for a text model with this ``config``."""
+    def figures(self, config: Any) -> CallStats:
+        """The statistics so far of a call of a model whose text model has this ``config``."""
+        self._count_bytes(config)
+        return self.stats.as_dict()
+
+    def _count_bytes(self, config: Any) -> None:
         if self.cache is not None:
             self.stats.kv_bytes = cache_bytes(self.cache)
             self.stats.kv_bytes_bare = bare_bytes(self.cache, config)
@@ -198,7 +203,7 @@ class Call(Generic[P]):
         if (state := state_of(self.cache)) is not None:
             state.unpin()
         self._count_again()
-        self.count_bytes(config)
+        self._count_bytes(config)
         self._note_offload()
         self.vision.outputs.clear()
         self.vision.running = self.vision.sounds = self.cache = None
