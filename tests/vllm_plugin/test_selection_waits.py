@@ -32,7 +32,7 @@ def _plans() -> dict[str, ServingPlan]:
             plan = ServingPlan(Settings(get_recipe(name)), config, architecture)
         except UnsupportedError:
             continue
-        if plan.reduces and not plan.wanted:
+        if plan.reduces and not plan.wanted and not plan.inside:
             found[name] = plan
     return found
 

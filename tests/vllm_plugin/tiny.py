@@ -29,6 +29,8 @@ TOKENS = 8
 WIDE = {"num_attention_heads": 2, "num_key_value_heads": 1}
 #: of M-RoPE, for heads of 32 channels
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+#: how every answer is made
+GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 #: kinds that vLLM does not take
 ONLY = {"llava_next_video": {"image", "images", "mixed"}, "smolvlm": {"video"}}
 #: a prompt's pictures, clips and question
@@ -172,6 +174,21 @@ def rows(family: str, kind: str, count: int = 3) -> list[Row]:
     ]
 
 
+def flat(given: list[Row]) -> list[Row]:
+    """The same prompts with three quarters of the height and two thirds of the width of everything in one colour."""
+
+    def painted(pixels: np.ndarray, row: int) -> np.ndarray:
+        *_, height, width, _ = pixels.shape
+        out = pixels.copy()
+        out[..., : 3 * height // 4, : 2 * width // 3, :] = [200, 40 + row, 90]
+        return out
+
+    return [
+        ([Image.fromarray(painted(np.array(one), i)) for one in pictures], [painted(one, i) for one in clips], question)
+        for i, (pictures, clips, question) in enumerate(given)
+    ]
+
+
 @contextmanager
 def engine(place: Path, recipe: dict[str, Any] | None = None, **options: Any) -> Iterator[LLM]:
     """vLLM in this process, with a recipe or without the plug-in's doing."""
@@ -182,9 +199,8 @@ def engine(place: Path, recipe: dict[str, Any] | None = None, **options: Any) ->
         max_num_seqs=4,
         disable_log_stats=True,
         hf_overrides=overrides,
-        # one mean and deviation for pictures and clips, otherwise; the processors of Qwen3-VL have two
-        mm_device_do_normalize=False,
-        **{"dtype": "float32", "max_model_len": 1024, **options},
+        # with device normalisation one mean and deviation for pictures and clips; the processors of Qwen3-VL have two
+        **{"dtype": "float32", "max_model_len": 1024, "mm_device_do_normalize": False, **options},
     )
     try:
         yield llm
@@ -218,8 +234,7 @@ def _metadata(frames: np.ndarray) -> dict[str, Any]:
 
 def served(llm: LLM, family: str, given: list[Row], **processing: Any) -> list[list[int]]:
     """The tokens that vLLM answers to each prompt, asked at once."""
-    greedy = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    out = llm.generate([prompt(family, row, **processing) for row in given], greedy, use_tqdm=False)
+    out = llm.generate([prompt(family, row, **processing) for row in given], GREEDY, use_tqdm=False)
     return [list(one.outputs[0].token_ids) for one in out]
 
 

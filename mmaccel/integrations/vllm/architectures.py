@@ -37,6 +37,7 @@ class Architecture:
     config : the configuration of transformers that describes a model of vLLM's ``ModelConfig``.
     levels : of a family, how many features a row of ``embed_multimodal`` holds, and which of them its first layer reads.
     pictures : of a call of ``embed_multimodal``, where the family cannot tell them from vLLM's arguments.
+    sites : ``"patches"`` and ``"encoder"``, the sites in the tower whose methods are tested.
     """
 
     pixels: Mapping[Modality, str]
@@ -47,6 +48,7 @@ class Architecture:
     config: Callable[[Any], Any] = attrgetter("hf_config")
     levels: Callable[[Any], tuple[int, int]] = lambda family: (1 + family.deepstack, 0)
     pictures: Callable[[Any, Modality, Arguments], list[Picture] | None] = lambda family, modality, arguments: None
+    sites: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.pixels or not set(self.pixels) <= {"image", "video"}:
@@ -68,6 +70,10 @@ class Architecture:
             for name, value in arguments.items()
         }
         return [{name: values[i] for name, values in apart.items()} for i in range(count)]
+
+    def tower(self, model: nn.Module) -> nn.Module:
+        """The module that holds the tower's layers."""
+        return model.get_submodule(self.layers.rpartition(".")[0])
 
     def tower_layers(self, model: nn.Module) -> list[nn.Module]:
         """The tower layers that vLLM has built."""
@@ -203,6 +209,7 @@ _BOTH: dict[Modality, str] = {"image": "pixel_values", "video": "pixel_values_vi
 _TILES = {"pixel_values": "image_num_patches", "pixel_values_videos": "video_num_patches"}
 _FLAT = {"pixel_values_flat": "image_num_patches", "pixel_values_flat_video": "video_num_patches"}
 _PARTS = {"pixel_values": "num_patches", "pixel_attention_mask": "num_patches"}
+_INSIDE = ("patches", "encoder")
 _NESTED = "vision_tower.vision_model.encoder.layers"
 
 #: those of mmaccel, by the name in vLLM's registry
@@ -216,34 +223,43 @@ ARCHITECTURES: dict[str, Architecture] = {
             "Qwen3_5ForConditionalGeneration",
             "Qwen3_5MoeForConditionalGeneration",
         ),
-        Architecture(_BOTH, "visual.blocks", _GRIDS),
+        Architecture(_BOTH, "visual.blocks", _GRIDS, sites=_INSIDE),
     ),
     **dict.fromkeys(
         ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"),
         Architecture(_BOTH, "visual.blocks", _GRIDS, tapped=False),
     ),
     "LlavaForConditionalGeneration": Architecture(
-        {"image": "pixel_values"}, _NESTED, rename=_clip_tower, pictures=_sized
+        {"image": "pixel_values"}, _NESTED, rename=_clip_tower, pictures=_sized, sites=_INSIDE
     ),
-    "LlavaNextForConditionalGeneration": Architecture({"image": "pixel_values"}, _NESTED, rename=_clip_tower),
-    "LlavaOnevisionForConditionalGeneration": Architecture(_BOTH, _NESTED, rename=_clip_tower, pictures=_pooled),
+    "LlavaNextForConditionalGeneration": Architecture(
+        {"image": "pixel_values"}, _NESTED, rename=_clip_tower, sites=_INSIDE
+    ),
+    "LlavaOnevisionForConditionalGeneration": Architecture(
+        _BOTH, _NESTED, rename=_clip_tower, pictures=_pooled, sites=_INSIDE
+    ),
     "LlavaNextVideoForConditionalGeneration": Architecture(
-        {"video": "pixel_values_videos"}, _NESTED, rename=_clip_tower, pictures=_halved
+        {"video": "pixel_values_videos"}, _NESTED, rename=_clip_tower, pictures=_halved, sites=_INSIDE
     ),
-    "InternVLForConditionalGeneration": Architecture(_BOTH, "vision_tower.encoder.layer", _TILES, pictures=_counted),
+    "InternVLForConditionalGeneration": Architecture(
+        _BOTH, "vision_tower.encoder.layer", _TILES, pictures=_counted, sites=_INSIDE
+    ),
     "InternVLChatModel": Architecture(
         {"image": "pixel_values_flat", "video": "pixel_values_flat_video"},
         "vision_model.encoder.layers",
         _FLAT,
         config=_internvl,
         pictures=_counted,
+        sites=_INSIDE,
     ),
     "Mistral3ForConditionalGeneration": Architecture(
         {"image": "pixel_values"}, "vision_tower.transformer.layers", tapped=False, pictures=_sized
     ),
     **dict.fromkeys(
         ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
-        Architecture({"image": "pixel_values"}, "model.vision_model.encoder.layers", _PARTS, pictures=_tiled),
+        Architecture(
+            {"image": "pixel_values"}, "model.vision_model.encoder.layers", _PARTS, pictures=_tiled, sites=_INSIDE
+        ),
     ),
     "Gemma3ForConditionalGeneration": Architecture(
         {"image": "pixel_values"},
@@ -251,6 +267,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"pixel_values": "num_patches"},
         rename=_clip_tower,
         pictures=_tiled,
+        # pixelprune keeps positions, which do not reach this language model
+        sites=("encoder",),
     ),
     **dict.fromkeys(
         ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),

@@ -137,7 +137,7 @@ def check(vllm_config: Any) -> None:
 def _announce(vllm_config: Any, plan: ServingPlan, name: str) -> None:
     """Log what is served, and by which of vLLM's two model runners."""
     second = bool(getattr(vllm_config, "use_v2_model_runner", False))
-    positions = "kept" if plan.settings.keeps_positions else "renumbered"
+    positions = "renumbered" if plan.renumbers else "kept"
     said = (__version__, name, plan.settings, positions, 2 if second else 1)
     _log.info("mmaccel %s serves %s with %s, positions %s, on model runner V%d.", *said)
     if plan.reduces and vllm_config.device_config.device_type != "cpu":
@@ -177,7 +177,7 @@ def _sentence(error: BaseException) -> str | None:
 
 def _check(vllm_config: Any, plan: ServingPlan) -> None:
     """Refuse what a recipe that drops tokens cannot be combined with."""
-    if not plan.reduces:
+    if not plan.reduces and not plan.inside:
         return
     for stage in plan.plan.projector:
         if stage.method.foreseen == "limit":
@@ -187,9 +187,9 @@ def _check(vllm_config: Any, plan: ServingPlan) -> None:
             )
     _check_encoding(vllm_config, plan)
     if plan.keeps_positions:
-        _check_positions(vllm_config)
+        _check_positions(vllm_config, plan.remedy)
         if not plan.turns:
-            _three_equal_axes(vllm_config.model_config.hf_config)
+            _three_equal_axes(vllm_config.model_config.hf_config, plan.remedy)
 
 
 def _check_encoding(vllm_config: Any, plan: ServingPlan) -> None:
@@ -219,11 +219,11 @@ def _check_encoding(vllm_config: Any, plan: ServingPlan) -> None:
         raise UnsupportedError(
             f"{given[0]!r} in mm_processor_kwargs is for requests; give the server's budget beside the recipe in hf_overrides."
         )
-    if not plan.wanted:
+    if not plan.wanted and not plan.inside:
         return
     if vllm_config.parallel_config.tensor_parallel_size > 1:
         raise UnsupportedError(
-            f"Recipe {recipe!r} looks at attention in the vision tower, whose heads tensor parallelism spreads over devices; "
+            f"Recipe {recipe!r} looks into the vision tower, whose heads tensor parallelism spreads over devices; "
             "use a recipe that reads the tokens alone, such as 'divprune', or --tensor-parallel-size 1."
         )
     if vllm_config.compilation_config.compile_mm_encoder:
@@ -237,35 +237,33 @@ def _check_encoding(vllm_config: Any, plan: ServingPlan) -> None:
         )
 
 
-def _check_positions(vllm_config: Any) -> None:
-    """Refuse models that kept positions do not reach."""
-    remedy = 'give "positions": "paper" beside the recipe, or leave it out.'
+def _check_positions(vllm_config: Any, remedy: str) -> None:
+    """Refuse models that kept positions do not reach; ``remedy`` says what to do."""
     if vllm_config.speculative_config is not None:
-        raise UnsupportedError(f"Kept positions are not tested with speculative decoding; {remedy}")
+        raise UnsupportedError(f"Kept positions are not tested with speculative decoding; {remedy}.")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        raise UnsupportedError(f"Kept positions reach only the first stage of pipeline parallelism; {remedy}")
+        raise UnsupportedError(f"Kept positions reach only the first stage of pipeline parallelism; {remedy}.")
     if slides(vllm_config.model_config.hf_config):
         raise UnsupportedError(
             "This language model has sliding windows, which in vLLM count the tokens of the reduced prompt, and with kept "
-            f"positions those of the whole one; {remedy}"
+            f"positions those of the whole one; {remedy}."
         )
 
 
-def _three_equal_axes(hf_config: Any) -> None:
+def _three_equal_axes(hf_config: Any, remedy: str) -> None:
     """Let a language model with plain RoPE take positions from the runner: M-RoPE whose first axis has all frequencies
     is the same function."""
     text = hf_config.get_text_config()
     rope = dict(text.rope_parameters or {})
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise UnsupportedError(
-            "This language model has a RoPE for each type of layer, and vLLM takes kept positions for one RoPE only; give "
-            '"positions": "paper" beside the recipe.'
+            "This language model has a RoPE for each type of layer, and vLLM takes kept positions for one RoPE only; "
+            f"{remedy}."
         )
     kind = rope.get("rope_type", "default")
     if kind != "default":
         raise UnsupportedError(
-            f"This language model scales its RoPE ({kind}), and vLLM takes kept positions for plain RoPE only; give "
-            '"positions": "paper" beside the recipe.'
+            f"This language model scales its RoPE ({kind}), and vLLM takes kept positions for plain RoPE only; {remedy}."
         )
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     half = int(width * rope.get("partial_rotary_factor", 1.0)) // 2

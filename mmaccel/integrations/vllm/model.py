@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ...core.layout import Modality, Picture
+from ...core.stats import Stats
+from ...runtime.call.call import Call, VisionState, pop, push
 from ...runtime.call.forward import to_device_packed
 from ...runtime.call.vision_output import VisionOutput
 from ...runtime.tower.taps import Taps
@@ -27,7 +29,7 @@ from .architectures import alone, joined
 from .counters import FOLDER, Counters, counters_of
 from .plan import ServingPlan
 from .positions import Place, expanded, filled_in, provisional
-from .processor import APART, FIELD
+from .processor import APART, FIELD, OURS, SOURCES
 from .settings import Budget, as_integers, from_integers
 
 
@@ -40,6 +42,7 @@ class Item:
     before, kept : its tokens, and how many are to stay.
     tokens, visual : of an item with text between its placeholders, ``[n]`` long and bool, the tokens that take its place in the
         unreduced prompt, and which are visual.
+    sources : where patches are left out, ``[patches]`` long, the one that each is predicted from.
     """
 
     arguments: dict[str, Any]
@@ -48,6 +51,7 @@ class Item:
     kept: int
     tokens: Tensor | None = None
     visual: Tensor | None = None
+    sources: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -57,13 +61,14 @@ class Item:
     @staticmethod
     def of(arguments: dict[str, Any]) -> Item:
         """From arguments with the field that the processor wrote."""
-        rest = {name: value for name, value in arguments.items() if name not in (FIELD, APART)}
+        rest = {name: value for name, value in arguments.items() if name not in OURS}
         numerator, denominator, before, kept = (int(n) for n in arguments[FIELD][0])
-        budget = from_integers(numerator, denominator)
-        if APART not in arguments:
-            return Item(rest, budget, before, kept)
-        tokens, visual = arguments[APART][0]
-        return Item(rest, budget, before, kept, tokens, visual.bool())
+        budget, tokens, visual, sources = from_integers(numerator, denominator), None, None, None
+        if APART in arguments:
+            tokens, visual = arguments[APART][0][0], arguments[APART][0][1].bool()
+        if SOURCES in arguments:
+            sources = arguments[SOURCES][0]
+        return Item(rest, budget, before, kept, tokens, visual, sources)
 
 
 class ReducedModel:
@@ -91,8 +96,12 @@ class ReducedModel:
         if vllm_config.parallel_config.rank == 0:
             # ranks choose the same at the same time
             self.counters = counters_of(getattr(config, FOLDER, None), os.getpid())
-        if plan.wanted:
-            tower.hook(self.taps, plan.architecture.tower_layers(self), lambda: self.encoding)  # type: ignore[arg-type]
+        if plan.wanted or plan.inside:
+            layers = plan.architecture.tower_layers(self)  # type: ignore[arg-type]
+            tower.hook(self.taps, layers, lambda: self.encoding, every=plan.inside)
+        if plan.inside:
+            plan.plan = replace(plan.plan, towers=tower.built(plan.family, plan.architecture, self))  # type: ignore[arg-type]
+            tower.work_inside(plan.plan)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
         """Load weights; accepts parameter names of newer checkpoints."""
@@ -114,16 +123,25 @@ class ReducedModel:
         if modality is None:
             return tuple(super().embed_multimodal(**kwargs))  # type: ignore[misc]
         items = [Item.of(arguments) for arguments in architecture.items(kwargs)]
-        return tuple(row for part in _parts(items, self.one_call) for row in self._embed(modality, part))
+        # between its layers a tower treats all that it is given alike
+        plan = self.plan.plan
+        parts = in_parts(items, self.one_call, by_budget=plan.encoder is not None or plan.rebuilding is not None)
+        return tuple(row for part in parts for row in self._embed(modality, part))
 
     def _embed(self, modality: Modality, items: list[Item]) -> list[Tensor]:
         """One call of the encoder, reduced."""
         arguments = joined([item.arguments for item in items])
         self.encoding = encoded = VisionOutput(arguments, sum(item.before for item in items))
+        if self.plan.plan.patches is not None:
+            self._leave_out(encoded, items)
+        plan = self.plan.of(items[0].budget, modality)
+        call = Call(plan, Stats(plan.recipe.name), VisionState(self.taps, running=encoded))
+        push(call)
         try:
             rows = list(super().embed_multimodal(**arguments))  # type: ignore[misc]
         finally:
             self.encoding = None
+            pop(call)
         _check([len(row) for row in rows], [item.before for item in items])
         if self.plan.reduces:
             began = time.perf_counter()
@@ -134,6 +152,11 @@ class ReducedModel:
             self.counters.add("selection_seconds", modality, time.perf_counter() - began)
         _check([len(row) for row in rows], [item.rows for item in items])
         return rows
+
+    def _leave_out(self, encoded: VisionOutput, items: list[Item]) -> None:
+        """Let the tower leave out the patches that the processor has said."""
+        device = next(self.parameters()).device  # type: ignore[attr-defined]
+        self.plan.leave_out(encoded, [item.sources.to(device) for item in items if item.sources is not None])
 
     def _reduce(
         self,
@@ -208,7 +231,7 @@ class ReducedModel:
         features = sorted(mm_features, key=lambda feature: feature.mm_position.offset)
         # of a request that keeps all tokens positions are the bare model's, whatever the recipe says
         whole_pictures = bool(features) and all(_budget(feature) is False for feature in features)
-        if not self.plan.settings.keeps_positions and not whole_pictures:
+        if self.plan.renumbers and not whole_pictures:
             return torch.arange(len(input_tokens)).repeat(3, 1), 0
         places = [_place(input_tokens, feature) for feature in features]
         tokens, starts = expanded(input_tokens, places)
@@ -258,11 +281,15 @@ class ReducedModel:
         return rows, filled, behind - length
 
 
-def _parts(items: list[Item], most: int) -> Iterable[list[Item]]:
-    """The items in runs of at most ``most`` unreduced tokens, or of one item: vLLM's budget counts the kept tokens."""
+def in_parts(items: list[Item], most: int, by_budget: bool) -> Iterable[list[Item]]:
+    """The items in runs of at most ``most`` unreduced tokens, or of one item: vLLM's budget counts the kept tokens.
+
+    by_budget : whether the items of a run have one budget.
+    """
     part: list[Item] = []
     for item in items:
-        if part and sum(one.before for one in part) + item.before > most:
+        other = by_budget and bool(part) and as_integers(item.budget) != as_integers(part[0].budget)
+        if part and (other or sum(one.before for one in part) + item.before > most):
             yield part
             part = []
         part.append(item)

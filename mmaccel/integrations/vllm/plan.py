@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,23 +24,25 @@ from ...families import described
 from ...families.mrope import ThreeAxes
 from ...families.pixtral import Mistral3
 from ...kv.forward_info import ForwardInfo
-from ...method import DraftMethod, PreviewMethod, ProjectorMethod, Tap
+from ...method import DraftMethod, EncoderMethod, PatchMethod, PreviewMethod, ProjectorMethod, RebuildingMethod, Tap
 from ...runtime.build import plan_for_call, plan_model
 from ...runtime.call.call import VisionState
 from ...runtime.call.forward import Prompt, PromptResult, to_device_packed
 from ...runtime.call.plan import ModelPlan
 from ...runtime.call.vision_output import VisionOutput
+from ...runtime.prompt.reduce import take_from_towers
 from ...runtime.prompt.tokens import TokenReducer
 from ...runtime.prompt.tokens import budget as token_budget
+from ...runtime.tower.patch_pruning import leave_out, predicted, pruned
 from ...runtime.tower.taps import Taps
+from ...runtime.tower.token_groups import merged_count
 from .architectures import Architecture
 from .settings import Budget, Settings
 
 #: why a recipe with a method of this site is refused
 _ELSEWHERE = {
     "frames": "works on pixels before the processor; use mmaccel.prepare on transformers",
-    "patches": "leaves patches out of the vision tower, which is vLLM's own",
-    "encoder": "works inside the vision tower, which is vLLM's own",
+    "encoder": "merges or reuses frames of a clip inside the vision tower, which is not tested in vLLM",
     "layers": "works inside the language model, and vLLM has no hook there",
     "cache": "works on the KV cache, which vLLM manages in blocks of its own",
     "codec": "packs the KV cache, which vLLM manages in blocks of its own",
@@ -72,11 +75,19 @@ class ServingPlan:
                 f"retain of {useless[0]} has no effect, since this model takes no {useless[0]} in vLLM; leave it out."
             )
         for _, method in settings.recipe.build():
-            _check(method, settings.recipe.name)
+            _check(method, settings.recipe.name, architecture)
         self.plan: ModelPlan = plan_model(settings.recipe, self.family, None, "auto")
+        by_grid = [stage.method.name for stage in self.plan.projector if stage.method.foreseen == "grid"]
+        if self.inside and by_grid:
+            raise UnsupportedError(
+                f"Recipe {settings.recipe.name!r} cannot be served by vLLM: {by_grid[0]} follows the grid of a picture, of "
+                f"which {self.plan.stages[0].method.name} leaves a part, and vLLM must know how many tokens stay before a "
+                "picture is encoded; leave one of them out."
+            )
         self.wanted: list[Tap] = [tap for stage in self.plan.stages for tap in stage.method.taps()]
         # a LLaVA may have the tower of Pixtral
-        if self.wanted and (isinstance(self.family, Mistral3) or not architecture.tapped):
+        looks = self.wanted and not architecture.tapped
+        if looks or ((self.wanted or self.inside) and isinstance(self.family, Mistral3)):
             raise UnsupportedError(
                 f"Recipe {settings.recipe.name!r} looks into the vision tower, which is not tested with this one in vLLM; use "
                 "a recipe that reads the tokens alone, such as 'divprune'."
@@ -91,7 +102,22 @@ class ServingPlan:
     @property
     def reduces(self) -> bool:
         """Whether the plan drops any token."""
-        return bool(self.plan.projector)
+        return self.plan.patches is not None or self.renumbered
+
+    @property
+    def renumbered(self) -> bool:
+        """Whether ``positions="paper"`` makes a difference; programs that leave patches out keep positions."""
+        return self.plan.encoder is not None or bool(self.plan.projector)
+
+    @property
+    def renumbers(self) -> bool:
+        """Whether what is left of a prompt is numbered anew."""
+        return self.renumbered and self.settings.recipe.positions == "paper"
+
+    @property
+    def inside(self) -> bool:
+        """Whether a method works between the layers of the vision tower."""
+        return any(stage is not None for stage in (self.plan.patches, self.plan.encoder, self.plan.rebuilding))
 
     @property
     def placeholders(self) -> set[int]:
@@ -110,7 +136,14 @@ class ServingPlan:
     @property
     def keeps_positions(self) -> bool:
         """Whether the language model needs the positions of kept tokens."""
-        return self.reduces and self.settings.keeps_positions
+        return self.reduces and not self.renumbers
+
+    @property
+    def remedy(self) -> str:
+        """Advice where it does not take them, without a full stop."""
+        if self.renumbered:
+            return 'give "positions": "paper" beside the recipe'
+        return 'use a recipe whose tokens can be numbered anew, such as \'divprune\' with "positions": "paper"'
 
     def of(self, budget: Budget, modality: Modality) -> ModelPlan:
         """The plan of a picture or clip in a request with its own budget."""
@@ -130,12 +163,35 @@ class ServingPlan:
         """The placeholder of a picture or clip; families that show clips as pictures have one for both."""
         return int(self.family.token_id(modality) or self.family.token_id("image") or 0)
 
-    def count(self, modality: Modality, picture: Picture, budget: Budget) -> Kept:
-        """Number of kept tokens of a picture."""
+    def predicted(self, encoded: VisionOutput, pixels: Tensor) -> Tensor:
+        """``[patches]`` long: the patch of a picture that each one is predicted from.
+
+        pixels : normalised, ``[..., C, H, W]``, or of a packed sequence ``[..., patches, d]``.
+        """
+        assert self.plan.patches is not None
+        tiles = pixels.flatten(0, -4) if pixels.dim() > 4 else pixels
+        return predicted(self.family, self.plan.patches.method, encoded, tiles)
+
+    def leave_out(self, encoded: VisionOutput, sources: Sequence[Tensor]) -> None:
+        """Let an encoder call leave out patches, by what :meth:`predicted` says of each of its pictures."""
+        starts = accumulate((len(one) for one in sources), initial=0)
+        target = torch.cat([start + one for start, one in zip(starts, sources, strict=False)])
+        tiles = 1 if self.family.frames(encoded) is not None else len(target) // self.family.side**2
+        encoded.merged = pruned(self.family, encoded, target, tiles)
+
+    def count(self, modality: Modality, picture: Picture, budget: Budget, encoded: VisionOutput | None = None) -> Kept:
+        """Number of kept tokens of a picture; ``encoded`` says which of its patches are left out."""
         prompt = _prompt(self.of(budget, modality), modality, [picture])
         sizes = [len(tile) for tile in picture]
         total = sum(sizes)
         each: list[int] | None = sizes
+        if prompt.plan.patches is not None and encoded is not None:
+            leave_out(prompt, prompt.plan.patches, {modality: encoded})
+            each = [int(part.sum()) for part in prompt.total.kept[0].split(sizes)]
+            total = sum(each)
+        if prompt.plan.encoder is not None:
+            total = int(merged_count(prompt.plan.encoder, prompt.layout.units("picture"), prompt.stats))
+            each = [total] if len(sizes) == 1 else sizes if total == sum(sizes) else None
         for stage in prompt.plan.projector:
             if stage.method.foreseen == "grid":
                 total, each = self._tried(prompt, sizes)
@@ -181,6 +237,10 @@ class ServingPlan:
         levels, first = self.architecture.levels(self.family)
         width = hidden.shape[-1] // levels
         embedding = slice(first * width, (first + 1) * width)
+        if self.inside:
+            planes = list(hidden.split(width, dim=-1))
+            embeds, planes = take_from_towers(prompt, {modality: encoded}, planes.pop(first), planes)
+            hidden = torch.cat([*planes[:first], embeds, *planes[first:]], dim=-1)
         for stage in prompt.plan.projector:
             made = reducer.reduce(stage, hidden[..., embedding], None)
             hidden = made.substitute(hidden)
@@ -195,10 +255,22 @@ class ServingPlan:
         return [(row, mask[: len(whole)]) for row, mask, whole in zip(left, stays, rows, strict=True)]
 
 
-def _check(method: Any, recipe: str) -> None:
+def _check(method: Any, recipe: str, architecture: Architecture) -> None:
     """Refuse a method that cannot work here, in one sentence."""
     early = "and vLLM encodes a picture before the prompt is read; use 'divprune', or serve it with transformers"
-    if not isinstance(method, ProjectorMethod):
+    inside = isinstance(method, (PatchMethod, EncoderMethod, RebuildingMethod))
+    if inside and method.site not in architecture.sites:
+        why = (
+            "works inside the vision tower, which is not tested with this one in vLLM; use 'divprune', or transformers"
+        )
+    elif isinstance(method, RebuildingMethod) and method.official:
+        why = (
+            "with variant='official' compares the patches of all pictures of a call, which in vLLM are those of several "
+            "requests; leave it out"
+        )
+    elif inside:
+        return
+    elif not isinstance(method, ProjectorMethod):
         why = (
             f"{_ELSEWHERE[method.site]}. Use a recipe of methods between the vision tower and the language model, such as "
             "'divprune', or serve it with transformers"

@@ -11,6 +11,7 @@ import torch
 
 from ...core.layout import Modality
 from ...errors import MmaccelError, UnsupportedError
+from ...runtime.call.vision_output import VisionOutput
 from .counters import Counters
 from .plan import Kept, ServingPlan
 from .settings import ASKED, MODALITIES, Budget, as_integers, from_integers, request_of
@@ -22,6 +23,10 @@ FIELD = "mmaccel_budget"
 #: the field of an item with text between its placeholders: ``[2, n]`` int64, the tokens that take its place in the unreduced
 #: prompt, and 1 for those that are visual
 APART = "mmaccel_apart"
+#: the field of an item of which patches are left out: ``[patches]`` int64, the one that each is predicted from
+SOURCES = "mmaccel_sources"
+#: all of them
+OURS = (FIELD, APART, SOURCES)
 #: parts of ``mm_processor_kwargs`` that hold options of one processor each
 _SCOPES = ("text_kwargs", "images_kwargs", "videos_kwargs", "audio_kwargs")
 #: vLLM makes the table of M-RoPE so many times as long as the positions that a model was trained on
@@ -69,7 +74,9 @@ class ReducedProcessor:
 
     def _get_mm_hashes(self, inputs: Any) -> Any:
         """Cache keys of pictures, which depend on the recipe too; the budget of a request is in its key already."""
-        kwargs = {**inputs.hf_processor_mm_kwargs, "mmaccel": self.plan.settings.fingerprint()}
+        # of those by which memory is measured no patch is left out
+        said = self.plan.settings.fingerprint(), self.dummy
+        kwargs = {**inputs.hf_processor_mm_kwargs, "mmaccel": said}
         return super()._get_mm_hashes(dataclasses.replace(inputs, hf_processor_mm_kwargs=kwargs))  # type: ignore[misc]
 
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
@@ -125,7 +132,7 @@ class ReducedProcessor:
         if dropped > most:
             raise MmaccelError(
                 f"This prompt loses {dropped} visual tokens, and can keep its positions if it loses {most} at most; "
-                'show fewer pictures, or serve with "positions": "paper" beside the recipe.'
+                f"show fewer pictures, or start a server anew: {self.plan.remedy}."
             )
 
     def _shorter(self, update: Any, out_mm_kwargs: Any, asked: tuple[int, int]) -> Any:
@@ -199,13 +206,41 @@ class ReducedProcessor:
             raise UnsupportedError(
                 "This server reduces pictures and clips as it encodes them, and cannot take embeddings of them; send pixels."
             )
-        arguments = {name: _alone(element.data) for name, element in item.items() if name not in (FIELD, APART)}
+        arguments = {name: _alone(element.data) for name, element in item.items() if name not in OURS}
         (picture,) = self.plan.pictures(modality, arguments, before)
-        kept = self.plan.count(modality, picture, budget)
+        encoded = VisionOutput(arguments, before)
+        if self.plan.plan.patches is not None:
+            self._leave_out(modality, item, budget, encoded)
+        kept = self.plan.count(modality, picture, budget, encoded)
         if kept.notes and not self.said:
             self.said = True
             _log.warning("%s. This is said once.", "; ".join(kept.notes))
         return kept
+
+    def _leave_out(self, modality: Modality, item: Any, budget: Budget, encoded: VisionOutput) -> None:
+        """Decide which patches of an item are left out, and write that into :data:`SOURCES`."""
+        from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem
+
+        pixels = encoded.arguments[self.plan.architecture.pixels[modality]]
+        sources = self.plan.predicted(encoded, self._normalised(pixels))
+        if self.dummy or budget is False:
+            # vLLM measures memory by pictures of one colour
+            sources = torch.arange(len(sources))
+        item[SOURCES] = MultiModalFieldElem(data=sources, field=MultiModalBatchedField(keep_on_cpu=True))
+        self.plan.leave_out(encoded, [sources])
+
+    def _normalised(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Pixels as the tower is given them; vLLM may leave it to the device to normalise them."""
+        config = self.info.ctx.model_config
+        if pixels.dtype == torch.uint8:
+            from vllm.model_executor.layers.fusion.mm_input_norm import _load_norm_params
+
+            known = _load_norm_params(config)
+            # as processors of transformers compute it
+            mean, std = (torch.tensor(x) * (1.0 / known.rescale_factor) for x in (known.image_mean, known.image_std))
+            colours = pixels.float().unflatten(-1, (len(mean), -1))
+            pixels = ((colours - mean[:, None]) / std[:, None]).flatten(-2)
+        return pixels.to(config.dtype).float()
 
 
 def _others(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,11 +41,6 @@ class Settings:
     numbering: str = "vllm"
     retain: Mapping[Modality, Retain] = field(default_factory=dict)
 
-    @property
-    def keeps_positions(self) -> bool:
-        """Whether tokens that stay, and text, keep the positions of the unreduced prompt."""
-        return self.recipe.positions != "paper"
-
     def fingerprint(self) -> str:
         """Key of caches of encoded pictures, beside the picture and the request."""
         recipe = json.dumps([self.recipe.to_json(), dict(self.retain)])

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...core.layout import Modality
 from ...families import Family
 from ...kv.positions import NextPositions
 from ..call.call import Call
 from ..call.forward import Prompt, rows_at, to_device_packed
 from ..call.plan import ModelPlan
 from ..call.runs import Run, TextInputs
+from ..call.vision_output import VisionOutput
 from ..tower import frame_merging, patch_pruning, token_groups
 from .tokens import TokenReducer
 
@@ -67,7 +69,7 @@ class ReducePrompt(Run):
         text.planes = deep_planes(plan.family, text)
         works = plan.patches or plan.encoder or plan.frame_merging or plan.projector
         with prompt.measured("selection", text.embeds.device) if works else nullcontext():
-            self._take_from_towers(text)
+            text.embeds, text.planes = take_from_towers(prompt, self.call.vision.outputs, text.embeds, text.planes)
             for stage in plan.projector:
                 look = self.look_first.get(stage.number)
                 looked = None if look is None else look(self.call, prompt, text)
@@ -76,23 +78,28 @@ class ReducePrompt(Run):
         if prompt.state is not None:
             prompt.first_time = prompt.state.shared.places.note_pictures(prompt.layout.visual, prompt.seen)
 
-    def _take_from_towers(self, text: TextInputs) -> None:
-        """Keep the tokens that methods inside the towers have left."""
-        prompt, plan, outputs = self.prompt, self.prompt.plan, self.call.vision.outputs
-        if plan.patches is not None:
-            patch_pruning.leave_out(prompt, plan.patches, outputs)
-        if plan.frame_merging is not None:
-            frame_merging.leave_out(prompt, plan.frame_merging, outputs)
-        groups = token_groups.settle(plan, prompt.stats, prompt.layout, outputs, text.embeds)
-        if plan.encoder is None or groups is None:
-            return
-        # the tokens hold their merged values already; DeepStack features were taken while groups were smaller
-        merged, rest = groups
-        text.planes = [merged.substitute(plane) for plane in text.planes]
-        if rest is not None:
-            merged = merged.then(rest)
-            text.substitute(rest)
-        prompt.reduced(plan.encoder.number, 0, merged.keeping(prompt.layout.valid & ~prompt.layout.visual))
+
+def take_from_towers(
+    prompt: Prompt, outputs: Mapping[Modality, VisionOutput], embeds: Tensor, planes: list[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """Keep the tokens that methods inside the towers have left; returns ``embeds [B, S, D]`` and DeepStack features ``planes``,
+    each of the same shape, in full length, reduced slots holding their merged values."""
+    plan = prompt.plan
+    if plan.patches is not None:
+        patch_pruning.leave_out(prompt, plan.patches, outputs)
+    if plan.frame_merging is not None:
+        frame_merging.leave_out(prompt, plan.frame_merging, outputs)
+    groups = token_groups.settle(plan, prompt.stats, prompt.layout, outputs, embeds)
+    if plan.encoder is None or groups is None:
+        return embeds, planes
+    # the tokens hold their merged values already; DeepStack features were taken while groups were smaller
+    merged, rest = groups
+    planes = [merged.substitute(plane) for plane in planes]
+    if rest is not None:
+        merged = merged.then(rest)
+        embeds, *planes = (rest.substitute(x) for x in (embeds, *planes))
+    prompt.reduced(plan.encoder.number, 0, merged.keeping(prompt.layout.valid & ~prompt.layout.visual))
+    return embeds, planes
 
 
 class WritePrompt(Run):

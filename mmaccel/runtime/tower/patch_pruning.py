@@ -19,6 +19,7 @@ from ...core.layout import Modality
 from ...core.precision import without_autocast
 from ...core.reduction import Reduction
 from ...errors import UnsupportedError
+from ...families.base import Family
 from ...method import PatchMethod
 from ...method.refused import refuse
 from ...method.results import check_tensor
@@ -90,8 +91,8 @@ class Pruned(CompactTokens):
         return values[self._real[:, self.cls :]]
 
 
-class PatchPruning:
-    """The hooks of a method in front of the towers of one model.
+class LayerPruning:
+    """The hooks that let the layers of one model's towers run over the patches of :attr:`VisionOutput.merged` alone.
 
     hook : takes the handle of every hook as soon as it is registered, so that all can be removed whatever fails.
     """
@@ -99,56 +100,12 @@ class PatchPruning:
     def __init__(self, plan: ModelPlan, hook: Callable[..., None]) -> None:
         self.plan, self.family = plan, plan.family
         for tower in self.family.towers():
-            hook(tower.register_forward_pre_hook(self._begin, with_kwargs=True))
             blocks = self.family.tower_layers(tower)
             for number in range(self.family.feature_layer + 1):
                 hook(blocks[number].register_forward_pre_hook(self._enter, with_kwargs=True))
                 if number in self.family.read_at:
                     hook(blocks[number].register_forward_hook(self._leave, prepend=True))
             hook(*(reader.register_forward_pre_hook(self._full) for reader in self.family.readers(tower)))
-
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (running := encoding(self.plan)) is None or (stage := running[0].plan.patches) is None:
-            return
-        call, encoded = running
-        names = ("pixel_values", "hidden_states")
-        pixels = args[0] if args else next(kwargs[name] for name in names if name in kwargs)
-        with call.stats.clock.measure("selection", pixels.device), torch.no_grad(), without_autocast(pixels.device):
-            encoded.merged = self._chosen(stage.method, encoded, pixels)
-
-    def _chosen(self, method: PatchMethod, encoded: VisionOutput, pixels: Tensor) -> Pruned | None:
-        """The patches of ``pixels``, as the tower is given them, that are encoded; None if all are."""
-        groups = self.family.unit_pixels(encoded, pixels)
-        target = torch.arange(sum(places.numel() for _, places in groups), device=pixels.device)
-        kept = len(target)
-        for values, places in groups:
-            shape = values.shape[0], values.shape[1] * values.shape[2]
-            sources = check_tensor(method, "predict()", method.predict(values), "integer", shape, values)
-            if not bool(((sources >= 0) & (sources < shape[1])).all()):
-                least, most = int(sources.min()), int(sources.max())
-                refuse(method, "predict()", f"slots from {least} to {most}", f"slots from 0 to {shape[1] - 1}")
-            if not bool((sources.gather(1, sources.long()) == sources).all()):
-                wanted = "slots of patches that are encoded, each of which has its own slot"
-                refuse(method, "predict()", "slots of patches that are predicted themselves", wanted)
-            kept -= places.shape[2] * int((sources != torch.arange(shape[1], device=sources.device)).sum())
-            target[places] = places.gather(1, sources[..., None].expand_as(places))
-        if kept == len(target):
-            return None
-        order, cls = self.family.tower_order(encoded), int(self.family.has_cls)
-        if order is not None:
-            order = order.to(target.device)
-            rank = torch.empty_like(order)
-            rank[order] = torch.arange(len(order), device=order.device)
-            target = rank[target[order]]
-        packed = self.family.frames(encoded) is not None
-        if packed:
-            return Pruned(target, 0, 1, packed)
-        target = target.view(len(pixels), -1)
-        width = target.shape[1]
-        # a tile's patches follow its CLS token
-        target = target + cls * (target // width + 1)
-        own = torch.arange(len(pixels), device=target.device)[:, None] * (width + cls)
-        return Pruned(torch.cat([own.expand(-1, cls), target], 1).flatten(), cls, len(pixels), packed)
 
     def _pruned(self) -> Pruned | None:
         running = encoding(self.plan)
@@ -176,6 +133,66 @@ class PatchPruning:
     def _full(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         pruned = self._pruned()
         return None if pruned is None or not pruned.open else (pruned.give(args[0]), *args[1:])
+
+
+class PatchPruning(LayerPruning):
+    """The hooks of a method in front of the towers of one model."""
+
+    def __init__(self, plan: ModelPlan, hook: Callable[..., None]) -> None:
+        for tower in plan.family.towers():
+            hook(tower.register_forward_pre_hook(self._begin, with_kwargs=True))
+        super().__init__(plan, hook)
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (running := encoding(self.plan)) is None or (stage := running[0].plan.patches) is None:
+            return
+        call, encoded = running
+        names = ("pixel_values", "hidden_states")
+        pixels = args[0] if args else next(kwargs[name] for name in names if name in kwargs)
+        with call.stats.clock.measure("selection", pixels.device), torch.no_grad(), without_autocast(pixels.device):
+            target = predicted(self.family, stage.method, encoded, pixels)
+            encoded.merged = pruned(self.family, encoded, target, len(pixels))
+
+
+def predicted(family: Family, method: PatchMethod, encoded: VisionOutput, pixels: Tensor) -> Tensor:
+    """``[patches]`` long: the patch that predicts each one of ``pixels``, as the tower is given them; their own place for those
+    that are encoded."""
+    groups = family.unit_pixels(encoded, pixels)
+    target = torch.arange(sum(places.numel() for _, places in groups), device=pixels.device)
+    for values, places in groups:
+        shape = values.shape[0], values.shape[1] * values.shape[2]
+        sources = check_tensor(method, "predict()", method.predict(values), "integer", shape, values)
+        if not bool(((sources >= 0) & (sources < shape[1])).all()):
+            least, most = int(sources.min()), int(sources.max())
+            refuse(method, "predict()", f"slots from {least} to {most}", f"slots from 0 to {shape[1] - 1}")
+        if not bool((sources.gather(1, sources.long()) == sources).all()):
+            wanted = "slots of patches that are encoded, each of which has its own slot"
+            refuse(method, "predict()", "slots of patches that are predicted themselves", wanted)
+        target[places] = places.gather(1, sources[..., None].expand_as(places))
+    return target
+
+
+def pruned(family: Family, encoded: VisionOutput, target: Tensor, tiles: int) -> Pruned | None:
+    """The patches that are encoded, if each is predicted from ``target [patches]``; None if all are.
+
+    tiles : their number, where the tower has no packed sequence.
+    """
+    if torch.equal(target, torch.arange(len(target), device=target.device)):
+        return None
+    order, cls = family.tower_order(encoded), int(family.has_cls)
+    if order is not None:
+        order = order.to(target.device)
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(len(order), device=order.device)
+        target = rank[target[order]]
+    if family.frames(encoded) is not None:
+        return Pruned(target, 0, 1, packed=True)
+    target = target.view(tiles, -1)
+    width = target.shape[1]
+    # a tile's patches follow its CLS token
+    target = target + cls * (target // width + 1)
+    own = torch.arange(tiles, device=target.device)[:, None] * (width + cls)
+    return Pruned(torch.cat([own.expand(-1, cls), target], 1).flatten(), cls, tiles, packed=False)
 
 
 def leave_out(prompt: Prompt, stage: PlannedStage[PatchMethod], outputs: Mapping[Modality, VisionOutput]) -> None:

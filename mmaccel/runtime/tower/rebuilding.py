@@ -21,7 +21,7 @@ from ..call.call import Call, encoding
 from ..call.compact_tokens import Subsequence
 from ..call.plan import ModelPlan, PlannedStage, record
 from ..call.vision_output import VisionOutput
-from .patch_pruning import PatchPruning, Pruned
+from .patch_pruning import LayerPruning, Pruned
 
 
 class Rebuilt(Pruned):
@@ -79,7 +79,7 @@ class _Before:
     states: Tensor | None = None
 
 
-class Rebuilding(PatchPruning):
+class Rebuilding(LayerPruning):
     """The hooks of a :class:`RebuildingMethod` on the towers of one model.
 
     hook : takes the handle of every hook as soon as it is registered, so that all can be removed whatever fails.

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from ...core.budget import counts, kept_whole
-from ...core.layout import Layout, Modality
+from ...core.layout import Layout, Modality, Units
 from ...core.precision import without_autocast
 from ...core.reduction import Reduction, top_mask
 from ...core.stats import Stats
 from ...families.tower import Towers
 from ...merging.aim import AimMerge
-from ...method import TokenBatch
+from ...method import EncoderMethod, TokenBatch
 from ..call.compact_tokens import CompactTokens
 from ..call.forward import gathered
-from ..call.plan import Plan, record
+from ..call.plan import Plan, PlannedStage, record
 from ..call.vision_output import VisionOutput
 
 
@@ -40,8 +40,7 @@ def settle(
         return None
     units = layout.units("picture")
     size = units.valid.sum(1).tolist()
-    count = counts(stage.budget, size, size, units.picture)
-    stats.notes += kept_whole(stage.method.name, stage.budget, size)
+    count = merged_count(stage, units, stats)
     target = targets(plan.towers, layout, encoded)
     for row, places, valid, wanted in zip(units.row.tolist(), units.places, units.valid, count.tolist(), strict=True):
         at = places[valid]
@@ -59,6 +58,13 @@ def settle(
     with without_autocast(embeds.device):
         rest = AimMerge().reduce(TokenBatch(**fields), budget).cpu()
     return merged, rest.relabel(left.places, left.row, target.shape)
+
+
+def merged_count(stage: PlannedStage[EncoderMethod], units: Units, stats: Stats) -> Tensor:
+    """``[N]`` long: number of tokens of each picture that stay."""
+    size = units.valid.sum(1).tolist()
+    stats.notes += kept_whole(stage.method.name, stage.budget, size)
+    return counts(stage.budget, size, size, units.picture)
 
 
 def targets(towers: Towers, layout: Layout, encoded: Mapping[Modality, VisionOutput]) -> Tensor:
