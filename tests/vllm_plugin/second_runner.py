@@ -5,8 +5,17 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 
-#: its class
-RUNNER = "vllm.v1.worker.cpu.model_runner.CPUModelRunner"
+
+class _Driver:
+    """As much of a driver as vLLM asks for: whether Triton can compile for CPUs, and where it runs."""
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+    @staticmethod
+    def get_current_target() -> SimpleNamespace:
+        return SimpleNamespace(backend="cpu")
 
 
 def choose() -> None:
@@ -14,6 +23,4 @@ def choose() -> None:
     os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
     from triton import backends
 
-    # vLLM asks whether Triton can compile for CPUs
-    driver = SimpleNamespace(is_active=lambda: True)
-    backends.backends["cpu"] = backends.Backend(compiler=None, driver=driver)
+    backends.backends["cpu"] = backends.Backend(compiler=None, driver=_Driver)
