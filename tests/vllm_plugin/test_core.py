@@ -1063,6 +1063,9 @@ def test_items_of_a_call_come_apart_and_together_again():
     assert QWEN.modality(given) == "image" and QWEN.modality({"pixel_values_videos": pixels}) == "video"
     ragged = {"pixel_values": [torch.zeros(1, 3), torch.zeros(2, 3)]}
     assert [len(x) for x in joined(LLAVA.items(ragged))["pixel_values"]] == [1, 2]
+    # as one version of vLLM has them, and as another
+    apart = {**given, "pixel_values": list(pixels.split([4, 16, 8]))}
+    assert [len(item["pixel_values"][0]) for item in QWEN.items(apart)] == [4, 16, 8]
 
 
 def test_pictures_of_any_size_with_text_behind_their_rows():

@@ -31,7 +31,8 @@ class Architecture:
     pixels : the argument of ``embed_multimodal`` that holds the pixels of a modality.
     layers : the path of the tower's layers, for methods that look into the tower.
     sizes : arguments in which items are joined along the first axis, with the argument (one row an item) whose product is
-        each item's share of it. All others have one entry an item, or are one number for all.
+        each item's share of it. All others have one entry an item, or are one number for all; so have these where a version of
+        vLLM does not join them.
     tapped : whether methods that look into the tower are tested.
     rename : makes a name of a checkpoint one that vLLM's ``load_weights`` knows.
     config : the configuration of transformers that describes a model of vLLM's ``ModelConfig``.
@@ -64,6 +65,7 @@ class Architecture:
     def items(self, arguments: Arguments) -> list[dict[str, Any]]:
         """The arguments item by item; each keeps its item axis."""
         shares = {name: _shares(arguments[by]) for name, by in self.sizes.items() if name in arguments}
+        shares = {name: mine for name, mine in shares.items() if len(arguments[name]) == sum(mine)}
         count = len(next(iter(shares.values()))) if shares else max(len(value) for value in arguments.values())
         apart = {
             name: list(value.split(shares[name])) if name in shares else [_part(value, i) for i in range(count)]
@@ -281,7 +283,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
     "PaddleOCRVLForConditionalGeneration": Architecture(
-        {"image": "pixel_values"}, "visual.vision_model.encoder.layers", tapped=False
+        {"image": "pixel_values"},
+        "visual.vision_model.encoder.layers",
+        # vLLM 0.33 joins them, 0.32 does not
+        {"pixel_values": "image_grid_thw"},
+        tapped=False,
     ),
     "Lfm2VlForConditionalGeneration": Architecture(
         {"image": "pixel_values"},
