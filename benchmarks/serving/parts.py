@@ -27,7 +27,7 @@ from mmaccel.cli.shared.text import markdown, put_between
 
 SHARE = 0.25
 ANSWER = 8
-PARTS = ("front end", "tower", "choice", "prefill", "decode steps", "the rest")
+PARTS = ("front end", "tower", "selection", "prefill", "decode steps", "the rest")
 
 
 class Clock:
@@ -75,7 +75,7 @@ def measure(place: Path, medium: str, recipe: dict[str, Any], requests: int) -> 
     clock = Clock()
     clock.on(engine, "add_request", lambda kwargs: "front end")
     clock.on(model.visual, "forward", lambda kwargs: "tower")
-    clock.on(model.plan, "reduce", lambda kwargs: "choice")
+    clock.on(model.plan, "reduce", lambda kwargs: "selection")
     clock.on(model, "forward", lambda kwargs: "prefill" if kwargs["positions"].shape[-1] > 1 else "decode steps")
     began = time.process_time()
     length = closed_loop(engine, asked[1:], 1, greedy)["prompt"]
