@@ -111,11 +111,16 @@ class Accelerator(Handle):
 
     def stats(self) -> CallStats:
         """Figures of the last call; empty before the first. A streamer gets those of its own call so far."""
-        return CallStats() if self._last is None else self._last.figures(self.family.text.config)
+        latest = self._latest
+        return CallStats() if latest is None else latest.figures(self.family.text.config)
+
+    @property
+    def _latest(self) -> Call[ModelPlan] | None:
+        return current(self.plan) or self._last
 
     @property
     def _result(self) -> PromptResult | None:
-        return None if self._last is None else self._last.result
+        return None if self._latest is None else self._latest.result
 
     @property
     def layout(self) -> Layout | None:
@@ -230,7 +235,6 @@ class Accelerator(Handle):
                 decoder = self.drafts.decoder(self._model, self.family, given, mmaccel, call)
                 kwargs["custom_generate"] = decoder
             push(call)
-            self._last = call
             try:
                 output = original(*args, **kwargs)
                 call.trim()
@@ -257,7 +261,6 @@ class Accelerator(Handle):
         if call.plan.active and isinstance(labels, Tensor):
             kwargs["labels"] = call.inputs.labels = labels.clone()
         push(call)
-        self._last = call
         return args, kwargs
 
     def _drop_stale(self, module: nn.Module | None) -> None:
