@@ -111,16 +111,13 @@ class Accelerator(Handle):
 
     def stats(self) -> CallStats:
         """Figures of the last call; empty before the first. A streamer gets those of its own call so far."""
-        latest = self._latest
+        latest = current(self.plan) or self._last
         return CallStats() if latest is None else latest.figures(self.family.text.config)
 
     @property
-    def _latest(self) -> Call[ModelPlan] | None:
-        return current(self.plan) or self._last
-
-    @property
     def _result(self) -> PromptResult | None:
-        return None if self._latest is None else self._latest.result
+        latest = current(self.plan) or self._last
+        return None if latest is None else latest.result
 
     @property
     def layout(self) -> Layout | None:
