@@ -73,7 +73,9 @@ def test_answers_of_transformers(family: str, recipe: Any, options: dict[str, An
     with tiny.engine(tiny.folder(family, models), settings) as llm:
         seen, fewer = tower_tokens(llm), 0
         for kind in tiny.kinds(family):
-            rows = tiny.flat(tiny.rows(family, kind))
+            rows = tiny.rows(family, kind)
+            # of equal patches ipcv takes those that rounding puts first, which is not the same in both
+            rows = rows if recipe == "ipcv" else tiny.flat(rows)
             want, bare = tiny.expected(family, rows, recipe, **options), tiny.expected(family, rows)
             assert tiny.served(llm, family, rows) == want != bare, kind
             fewer += sum(seen)
