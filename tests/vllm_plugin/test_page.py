@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from mmaccel.integrations.vllm import ARCHITECTURES
 from mmaccel.integrations.vllm.plan import ServingPlan
 from mmaccel.integrations.vllm.settings import settings_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "serving.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "guides" / "serving.md").read_text(encoding="utf-8")
 
 
 @functools.cache
@@ -35,7 +37,7 @@ def _serves(family: str, architecture: str, recipe: str) -> bool:
 def test_the_page_says_which_families_serve_which_recipes() -> None:
     rows = dict(re.findall(r"^\| ([\w.-]+) \| `(\w+ForConditionalGeneration|InternVLChatModel)` ", PAGE, re.M))
     assert list(rows.values()) == list(ARCHITECTURES)
-    said = re.findall(r"^\| (`.*`) \| (.+) \|$", PAGE, re.M)
+    said = re.findall(r"^\| (`.*`) \| (.+) \|$", PAGE.partition("<!-- architectures -->")[0], re.M)
     assert len(said) == 4
     for recipes, where in said:
         for name, architecture in rows.items():
@@ -48,10 +50,25 @@ def test_the_page_says_which_families_serve_which_recipes() -> None:
 
 def test_the_page_says_how_many_answers_are_equal() -> None:
     """Of a hundred questions or more about every kind of medium, and as many are equal as must be."""
-    lines = answers.kept(Path(__file__).parents[2] / answers.RESULTS)
+    lines = answers.kept(ROOT / answers.RESULTS)
     assert {line.shown for line in lines} == set(answers.ASKED) and all(line.asked >= 100 for line in lines)
     assert len(lines) == len(answers.ASKED) * (2 + len(answers.RECIPES)) and all(map(answers.agrees, lines))
     for line in lines:
         row = [line.shown, line.recipe, line.against, str(line.asked), str(line.equal)]
         assert f"| {' | '.join(row)} |" in PAGE
         assert all(f"- {sentence}" in PAGE for sentence in line.differ)
+
+
+def test_the_page_says_of_every_architecture_how_many_answers_are_equal() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "vllm-architectures.json").read_text("utf-8"))[
+        "done"
+    ].values()
+    table = PAGE.partition("<!-- architectures -->")[2].partition("<!-- /architectures -->")[0]
+    for name in ARCHITECTURES:
+        mine = [one for one in found if one["architecture"] == name]
+        assert {one["vllm"][:4] for one in mine} == {"0.32", "0.33"} and {one["runner"] for one in mine} == {1, 2}
+        for one in mine:
+            assert one["pictures"] + one["clips"] >= 30
+            assert (one["pictures"], one["clips"]) == (one["equal_pictures"], one["equal_clips"])
+            row = next(line for line in table.splitlines() if f"`{name}`" in line)
+            assert f"{one['pictures']} of {one['pictures']} prompts" in row or not one["pictures"]
