@@ -80,7 +80,7 @@ def dense_dpp(x, quality, valid, count):
 def test_max_min_is_what_all_distances_say(shape, kept, kind, monkeypatch):
     x, _, valid, count = units(*shape)
     limit = limits(*valid.shape, kind)
-    monkeypatch.setattr(naive, "BLOCK", 500)
+    monkeypatch.setattr(naive, "CACHED", 500)
     monkeypatch.setattr(naive, "KEPT", kept)
     far = max_min(x, valid, count, NOISE, limit=limit)
     for row in range(len(x)):

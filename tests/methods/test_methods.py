@@ -178,7 +178,7 @@ def test_divprune_never_picks_a_copy_twice() -> None:
 def test_divprune_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, count = batch_of(), torch.tensor([9, 5, 7, 1, 11])
     whole = DivPrune().reduce(tokens, count).kept
-    monkeypatch.setattr("mmaccel_kernels.maxmin.naive.BLOCK", 400)
+    monkeypatch.setattr("mmaccel_kernels.maxmin.naive.CACHED", 400)
     assert torch.equal(DivPrune().reduce(tokens, count).kept, whole)
 
 

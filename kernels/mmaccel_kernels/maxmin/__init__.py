@@ -26,7 +26,7 @@ def max_min(
     token with the largest, of several without one as above. Equal distances go to the lower slot. Vectors that are equal to
     the bit are at a distance of zero, and have the same distances to all others, however the device rounds products.
 
-    All distances are made once where they take no more memory than the vectors (``n <= D``), in plain torch of up to 4,096
+    All distances are made once where they take no more memory than the vectors (``n <= D``), on a CPU of up to 4,096
     tokens, and on a GPU of up to 8,192, of which one launch then picks all; else a pick costs one product ``[n, D] @ [D]``. On
     a GPU nothing is fetched from the device if ``most`` is given or all distances are made, so the selection can be part of a
     captured graph.

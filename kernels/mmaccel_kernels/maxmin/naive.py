@@ -8,9 +8,9 @@ from torch import Tensor
 from ..copies import first_copies, of_first, pairs_of_first
 from ..greedy import by_row, has_room, largest, row_groups
 
-#: products made at once: what follows finds them in the cache of a core
-BLOCK = 1 << 19
-#: the most tokens of which all distances are kept where they take more memory than the vectors, 64 MiB of a picture
+#: products made at once: on a CPU what follows finds them in the cache of a core
+CACHED, BLOCK = 1 << 19, 1 << 22
+#: the most tokens of which a CPU keeps all distances where they take more memory than the vectors, 64 MiB of a picture
 KEPT = 4096
 
 
@@ -22,7 +22,7 @@ def max_min_definition(
         found = [max_min_definition(x[g], valid[g], count[g], noise, most, limit[g]) for g in groups]
         return torch.cat(found)
     first = first_copies(x, valid)
-    keeps = has_room(x) or x.shape[1] <= KEPT
+    keeps = has_room(x) or (x.device.type == "cpu" and x.shape[1] <= KEPT)
     all_pairs = x.new_empty(len(x), x.shape[1], x.shape[1]) if keeps else None
     nearest = of_copies(_nearest(x, valid, noise, all_pairs), first)
     all_pairs = None if all_pairs is None else pairs_of_first(all_pairs, first, 0.0)
@@ -85,7 +85,7 @@ def _nearest(x: Tensor, valid: Tensor, noise: float, into: Tensor | None) -> Ten
     ``into [N, n, n]``."""
     rows, slots = valid.shape
     nearest = torch.full((rows, slots), torch.inf, device=x.device)
-    height = max(1, BLOCK // max(1, rows * slots))
+    height = max(1, (CACHED if x.device.type == "cpu" else BLOCK) // max(1, rows * slots))
     number = torch.arange(slots, device=x.device)
     for top in range(0, slots, height):
         part = slice(top, top + height)
