@@ -10,7 +10,7 @@ the same budget question by question, since both were asked the same ones (exact
 Some methods are given what no model has by itself. The draft of ``speckv``, ``specprefill``, ``specpc`` and ``specvlm`` is the
 model, loaded once more, which costs as much: none of the shipped ones is smaller and has as many tokens a picture.
 ``clip-crop`` is prepared for every question, with ``mini-clip``; it saves nothing where all pictures are scaled to one size,
-and is asked of ``mini-qwen-vl`` alone.
+and is asked of ``mini-qwen-vl`` alone. ``learned-blind`` is ``learned`` with the model's selector that reads no question.
 
 ``--show`` runs no model: table and picture anew from the JSON.
 
@@ -39,6 +39,7 @@ from mmaccel.cli.shared.text import put_between
 from mmaccel.core.files import write_whole
 from mmaccel.core.shipped_models import MODELS, located
 from mmaccel.errors import MmaccelError
+from mmaccel.method.selector import blind_selector_folder
 from mmaccel.programs.bench import provenance
 from mmaccel.programs.evaluate import Question, ask_suite, batches
 from mmaccel.programs.tune.confidence import interval
@@ -216,14 +217,24 @@ def titles(kind: str) -> list[str]:
     ]
 
 
-def recipe_of(title: str) -> Recipe:
-    """``NAME``, ``NAME:BUDGET``, the same with ``:proportional`` (attention), or several stages with ``+`` between them."""
+def recipe_of(title: str, folder: str = "") -> Recipe:
+    """``NAME``, ``NAME:BUDGET``, the same with ``:proportional`` (attention), or several stages with ``+`` between them.
+
+    folder : of the model that is asked.
+    """
     parts = [part.partition(":") for part in title.split("+")]
     if len(parts) > 1:
         return Recipe(title, tuple(Stage(name, float(budget) if budget else None) for name, _, budget in parts))
     ((name, _, rest),) = parts
     budget, _, weighed = rest.partition(":")
-    found = get_recipe(name, proportional="all") if weighed else get_recipe(name)
+    options = {"proportional": "all"} if weighed else {}
+    if name == "learned-blind":
+        if not (selector := blind_selector_folder(folder)):
+            raise MmaccelError(
+                f"No folder selector-blind lies beside the weights in {folder}; run mmaccel distil --blind."
+            )
+        name, options = "learned", {**options, "selector": selector}
+    found = get_recipe(name, **options)
     return found.override(retain=float(budget)) if budget else found
 
 
@@ -258,7 +269,7 @@ def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
     folder = located(report["model"])
     model, processor = load(report["model"], device=args.device, dtype=args.dtype)
     if report.setdefault("fingerprint", fingerprint(model)) != fingerprint(model):
-        raise MmaccelError(f"{args.out} was measured with another model; give another --out.")
+        raise MmaccelError(f"{args.out} was measured with another model or --dtype; give that one, or another --out.")
     if report.setdefault("split", args.split if not report["rows"] else "test") != args.split:
         raise MmaccelError(f"{args.out} is about the split {report['split']}; give another --out.")
     end = time.monotonic() + 60 * args.minutes if args.minutes else None
@@ -275,7 +286,7 @@ def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
                 return
             one = one or AnsweredBatch(model, processor, batch, 32, timed=False)
             try:
-                rows[title] = (known + judged(one, recipe_of(title), folder)).as_dict()
+                rows[title] = (known + judged(one, recipe_of(title, folder), folder)).as_dict()
             except MmaccelError as error:
                 refused[title] = str(error)
             write(args.out, report)
@@ -415,7 +426,12 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=20, help="default: 20")
     parser.add_argument("--split", choices=("test", "val"), default="test", help="val: for choosing (default: test)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="default: float32; float16, as they are stored, of the published rows of the smallest models",
+    )
     parser.add_argument("--minutes", type=float, help="stop after so many; the same command goes on")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1)")
     parser.add_argument(

@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.registry import _ModelRegistry
 
 from mmaccel.integrations.vllm import register
+from mmaccel.method.selector import blind_selector_folder
 
 pytestmark = pytest.mark.vllm
 
@@ -53,6 +54,21 @@ def test_clips_are_answered_as_on_transformers():
     requests = [shipped.request(QWEN, one) for one in asked]
     with engine(QWEN, {**DIVPRUNE, "numbering": "transformers"}, max_num_batched_tokens=32) as llm:
         assert shipped.served(llm, requests) == want
+
+
+@pytest.mark.parametrize("name", [LLAVA, QWEN])
+def test_the_selector_that_reads_no_question_is_found_beside_the_weights(name):
+    """By the name of its method, alone and in a list."""
+    selector = blind_selector_folder(str(shipped.MODELS / name))
+    asked = shipped.prompts("existence", "colour", *(("motion",) if name == QWEN else ()), count=4)
+    requests = [shipped.request(name, one) for one in asked]
+    for recipe in ("learned", ["pixelprune", "learned"]):
+        given = {"recipe": recipe, "retain": 0.1, "numbering": "transformers"}
+        want = shipped.expected(name, asked, recipe, retain=0.1, selector=selector)
+        with engine(name, given) as llm:
+            assert shipped.served(llm, requests) == want
+            (stage,) = shipped.model_of(llm).plan.plan.projector
+            assert stage.method.selector == selector
 
 
 def test_a_picture_is_encoded_once_for_every_budget():

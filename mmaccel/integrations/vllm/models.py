@@ -26,8 +26,10 @@ from .settings import override_of, settings_of
 def plan_of(model_config: Any, name: str) -> ServingPlan:
     """The plan of a model whose overrides ask for a recipe; vLLM loads it as the architecture ``name``."""
     architecture, given = known_architectures()[name], override_of(model_config)
-    if isinstance(given, Mapping) and given.get("recipe") == "learned" and not given.get("selector"):
-        given = {**given, "selector": blind_selector_folder(str(model_config.model))}
+    if isinstance(given, Mapping) and not given.get("selector"):
+        asked = given.get("recipe")
+        if asked == "learned" or (isinstance(asked, list) and "learned" in asked):
+            given = {**given, "selector": blind_selector_folder(str(model_config.model))}
     return ServingPlan(settings_of(given), architecture.config(model_config), architecture)
 
 
