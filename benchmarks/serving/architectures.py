@@ -140,8 +140,11 @@ def main() -> int:
             continue
         with tempfile.TemporaryDirectory() as folder:
             state["done"][key] = asdict(compare(family, Path(folder), runner))
-        packages = ("torch", "transformers", "mmaccel")
-        state["versions"][version] = {name: importlib.metadata.version(name) for name in packages}
+        used = state["versions"].setdefault(version, {})
+        for name in ("torch", "transformers", "mmaccel"):
+            its = importlib.metadata.version(name)
+            if its not in used.setdefault(name, its).split(" and "):
+                used[name] += f" and {its}"
         options.out.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
     found = [Found(**one) for one in state["done"].values()]
     about = "; ".join(

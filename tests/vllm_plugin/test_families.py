@@ -31,6 +31,8 @@ FAMILIES = ["qwen3_vl", "qwen3_5", "llava_next", "llava_onevision", "internvl"]
 
 #: the others run with one of them
 CASES = [(family, *recipe) for family in FAMILIES for recipe in RECIPES]
+#: with transformers 5.20, which vLLM 0.33 takes
+NEWER = tuple(name for name in ("minicpmv4_6",) if name in zoo.FAMILIES)
 SIMPLE = (
     "qwen2_vl",
     "qwen2_5_vl",
@@ -46,6 +48,7 @@ SIMPLE = (
     "paddleocr_vl",
     "lfm2_vl",
     "granite4_vision",
+    *NEWER,
 )
 CASES += [(family, *RECIPES[0]) for family in SIMPLE]
 #: those whose pictures attend in both directions
@@ -195,7 +198,7 @@ def test_clips_of_one_step_with_text_around_their_placeholders(family: str, fram
         assert tiny.served(llm, family, rows) == tiny.expected(family, rows, "divprune", retain=0.25)
 
 
-@pytest.mark.parametrize("family", ["pixtral", "lfm2_vl", "granite4_vision"])
+@pytest.mark.parametrize("family", ["pixtral", "lfm2_vl", "granite4_vision", *NEWER])
 def test_pictures_in_chunks_from_caches_and_with_budgets_of_their_own(family: str, models: Path) -> None:
     """A LLaVA with the tower of Pixtral, whose rows end in marks that are text; tiles with text between them in front of
     convolutions; features for several layers."""
@@ -209,6 +212,23 @@ def test_pictures_in_chunks_from_caches_and_with_budgets_of_their_own(family: st
                 for retain in (0.5, 0.1):
                     want = tiny.expected(family, rows, "divprune", retain=retain)
                     assert tiny.served(llm, family, rows, retain=retain) == want
+
+
+@pytest.mark.skipif(not NEWER, reason="transformers before 5.20 encodes slices of one size")
+def test_pictures_from_the_cache_get_the_number_that_they_have_in_their_prompt(models: Path) -> None:
+    """The text of MiniCPM-V says it in front of each picture and clip."""
+    family = "minicpmv4_6"
+    pictures = [picture for shown, _, _ in tiny.rows(family, "images") for picture in shown]
+    clips = [clip for _, (clip,), _ in tiny.rows(family, "video")]
+    shown = [([0], [1]), ([1, 0], [1, 0]), ([5, 4, 3, 2, 1, 0] * 2, [])]
+    rows = [([pictures[i] for i in some], [clips[i] for i in others], zoo.QUESTION) for some, others in shown]
+    settings = {"recipe": "divprune", "retain": 0.5}
+    many = {"limit_mm_per_prompt": {"image": 12, "video": 2}, "max_num_batched_tokens": 128}
+    with tiny.engine(tiny.folder(family, models), settings, **many) as llm:
+        for retain in (0.5, 0.25):
+            # one after the other: each finds what those before it left in the cache
+            made = [tiny.served(llm, family, [row], retain=retain)[0] for row in rows]
+            assert made == tiny.expected(family, rows, "divprune", retain=retain)
 
 
 def test_a_recurrent_state_is_resumed_from_the_prefix_cache(models: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ def test_the_page_says_which_families_serve_which_recipes() -> None:
     for recipes, where in said:
         for name, architecture in rows.items():
             family = name.lower().replace("-", "_").replace(".", "_").removesuffix("_chat")
+            if family not in zoo.FAMILIES:
+                # newer than this transformers
+                continue
             _, but, others = where.partition("all but ")
             here = where == "all" or (name not in others.split(", ") if but else name in where.split(", "))
             for recipe in re.findall(r"`([\w-]+)`", recipes):
@@ -66,7 +70,7 @@ def test_the_page_says_of_every_architecture_how_many_answers_are_equal() -> Non
     table = PAGE.partition("<!-- architectures -->")[2].partition("<!-- /architectures -->")[0]
     for name in ARCHITECTURES:
         mine = [one for one in found if one["architecture"] == name]
-        assert {one["vllm"][:4] for one in mine} == {"0.32", "0.33"} and {one["runner"] for one in mine} == {1, 2}
+        assert {(one["vllm"][:4], one["runner"]) for one in mine} == set(product(("0.32", "0.33"), (1, 2)))
         for one in mine:
             assert one["pictures"] + one["clips"] >= 30
             assert (one["pictures"], one["clips"]) == (one["equal_pictures"], one["equal_clips"])

@@ -93,7 +93,7 @@ def _overrides(family: str) -> dict[str, Any]:
         return {**WIDE, "head_dim": 32, "rope_parameters": SECTIONS}
     if family == "lfm2_vl":
         return {**WIDE, "conv_dim": 64, "block_dim": 64}
-    if family.startswith("qwen3_5"):
+    if family.startswith(("qwen3_5", "minicpmv")):
         # vLLM's own delta nets take the size of published models
         return {**WIDE, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
     if not family.startswith("qwen"):
@@ -118,7 +118,7 @@ def folder(family: str, parent: Path) -> Path:
     if not place.exists():
         made = model(family)
         made.save_pretrained(place)
-        if not family.startswith(("qwen", "internvl", "pixtral", "mistral3", "gemma4")):
+        if not family.startswith(("qwen", "internvl", "pixtral", "mistral3", "gemma4", "minicpmv")):
             _name_as_published(place / "model.safetensors")
         if family == "qwen3_vl_moe":
             _turn_experts(place / "model.safetensors")

@@ -17,6 +17,7 @@ from ...errors import MmaccelError, UnsupportedError
 from ...families.base import consecutive
 from ...families.pixtral import Mistral3
 from ...method.registry import loaded, refused_offer
+from ...runtime.call.vision_output import VisionOutput
 
 #: the entry point group through which another package offers architectures
 ENTRY_POINTS = "mmaccel.vllm_architectures"
@@ -200,6 +201,21 @@ def _halved(family: Any, modality: Modality, arguments: Arguments) -> list[Pictu
     return consecutive([[(len(clip), side, side)] for clip in arguments["pixel_values_videos"]])
 
 
+def _sliced(family: Any, modality: Modality, arguments: Arguments) -> list[Picture]:
+    """Split pictures of MiniCPM-V, of a thumbnail and slices, and its clips, whose frames all have as many."""
+    clips = modality == "video"
+    sizes, joins = (arguments[f"{'video_' if clips else ''}{name}"] for name in ("tgt_sizes", "use_vit_merger"))
+    offset, pictures = 0, list[Picture]()
+    for item, (slices, whole) in enumerate(zip(sizes, joins, strict=True)):
+        side = family.side_of(VisionOutput({"downsample_mode": "16x" if bool(whole) else "4x"}, 0))
+        a_frame = len(slices) // len(arguments["video_image_sizes"][item]) if clips else len(slices)
+        pictures.append([])
+        for number, (height, width) in enumerate((slices // side).tolist()):
+            pictures[-1].append(Tile.raster(1, height, width, offset, frame=number // a_frame))
+            offset += height * width
+    return pictures
+
+
 def _added(family: Any) -> tuple[int, int]:
     """Granite 4 Vision has no embedding beside the features that its layers add."""
     layers = family.layers_added
@@ -296,19 +312,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         tapped=False,
         pictures=_shaped,
     ),
+    "MiniCPMV4_6ForConditionalGeneration": Architecture(
+        {"image": "pixel_values", "video": "video_pixel_values"}, "vpm.encoder.layers", tapped=False, pictures=_sliced
+    ),
     "Granite4VisionForConditionalGeneration": Architecture(
         {"image": "pixel_values"}, _NESTED, tapped=False, rename=_clip_tower, levels=_added
     ),
 }
 
-_NUMBERED = (
-    "each picture comes with its number in the prompt, which vLLM rewrites in the text of a cached picture, and with a recipe "
-    "this text comes with what was encoded; use transformers"
-)
-
 #: names in vLLM's registry that would be served wrongly -> why, as the end of a sentence
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_7ForConditionalGeneration"), _NUMBERED),
+    "MiniCPMV4_7ForConditionalGeneration": (
+        "its configuration came with transformers 5.23, which no vLLM that is tested takes; use transformers"
+    ),
     "Molmo2ForConditionalGeneration": (
         "vLLM counts the marks around pictures and rows among their tokens, where a budget would drop them, and lets each "
         "picture of a prompt attend to itself alone, where transformers lets all of them attend to each other; use transformers"

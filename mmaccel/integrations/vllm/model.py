@@ -40,8 +40,8 @@ class Item:
     arguments : of ``embed_multimodal``, for it alone.
     budget : of its request; None is that of the server.
     before, kept : its tokens, and how many are to stay.
-    tokens, visual : of an item with text between its placeholders, ``[n]`` long and bool, the tokens that take its place in the
-        unreduced prompt, and which are visual.
+    tokens, visual : of an item with text between its placeholders, ``[n]`` long and bool, the tokens of the unreduced prompt in
+        their place, and which are visual.
     sources : where patches are left out, ``[patches]`` long, the one that each is predicted from.
     """
 
@@ -312,18 +312,19 @@ def _place(tokens: list[int], feature: Any) -> Place:
     """Place of a picture in a reduced prompt."""
     at = feature.mm_position
     visual = torch.ones(at.length, dtype=torch.bool) if at.is_embed is None else at.is_embed.bool()
+    mine = tokens[at.offset : at.offset + at.length]
     if APART in feature.data:
-        whole = feature.data[APART].data[0].tolist()
-        return Place(at.offset, torch.ones_like(visual), whole, torch.ones(len(whole), dtype=torch.bool))
-    before = int(feature.data[FIELD].data[2])
-    return Place.of_one_run(at.offset, tokens[at.offset : at.offset + at.length], visual, before)
+        return Place.of_text_between(at.offset, mine, visual, feature.data[APART].data[0].tolist())
+    return Place.of_one_run(at.offset, mine, visual, int(feature.data[FIELD].data[2]))
 
 
 def _moved(feature: Any, place: Place, start: int) -> Any:
     """Place of the picture in the unreduced prompt; families find the frames of a clip by its mask."""
+    is_embed: Tensor | None = None
     if APART in feature.data:
-        is_embed = feature.data[APART].data[1].bool()
-    else:
-        is_embed = None if feature.mm_position.is_embed is None else place.whole
+        is_embed = place.whole.clone()
+        is_embed[place.whole] = feature.data[APART].data[1].bool()
+    elif feature.mm_position.is_embed is not None:
+        is_embed = place.whole
     where = type(feature.mm_position)(start, len(place.whole), is_embed)
     return replace(feature, mm_position=where)

@@ -21,8 +21,8 @@ class Place:
 
     start : of its range in the reduced prompt.
     visual : ``[length]`` bool, which tokens of that range are placeholders.
-    tokens, whole : of its range in the unreduced prompt the tokens, and ``visual``. Text is the same in both ranges, or all of
-        the reduced one is placeholders.
+    tokens, whole : of its range in the unreduced prompt the tokens, and which of them, with the text between them, become
+        placeholders. Other text is the same in both ranges.
     """
 
     start: int
@@ -46,6 +46,14 @@ class Place:
             tokens[:last] + [tokens[last - 1]] * more + tokens[last:],
             torch.cat([visual[:last], visual.new_ones(more), visual[last:]]),
         )
+
+    @staticmethod
+    def of_text_between(start: int, tokens: list[int], visual: Tensor, inside: list[int]) -> Place:
+        """Position of a picture whose tokens ``inside``, with text between placeholders, became one run of placeholders in the
+        ``tokens`` of the reduced range."""
+        first, stop = int(visual.nonzero()[0]), int(visual.nonzero()[-1]) + 1
+        whole = torch.cat([visual.new_zeros(first), visual.new_ones(len(inside)), visual.new_zeros(len(tokens) - stop)])
+        return Place(start, visual, tokens[:first] + inside + tokens[stop:], whole)
 
 
 def expanded(tokens: list[int], places: list[Place]) -> tuple[list[int], list[int]]:

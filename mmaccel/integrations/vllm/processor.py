@@ -20,8 +20,8 @@ _log = logging.getLogger("vllm.mmaccel")
 #: the field of an item that says what stays of it: ``[4]`` int64, the budget of its request as two whole numbers, its tokens,
 #: and how many stay
 FIELD = "mmaccel_budget"
-#: the field of an item with text between its placeholders: ``[2, n]`` int64, the tokens that take its place in the unreduced
-#: prompt, and 1 for those that are visual
+#: the field of an item with text between its placeholders: ``[2, n]`` int64, the tokens of the unreduced prompt in their place,
+#: and 1 for those that are visual
 APART = "mmaccel_apart"
 #: the field of an item of which patches are left out: ``[patches]`` int64, the one that each is predicted from
 SOURCES = "mmaccel_sources"
@@ -104,6 +104,12 @@ class ReducedProcessor:
         self._check_length(found)
         return found
 
+    def _recompute_cached_prompt_update(self, cached_update: Any, new_item_idx: int) -> Any:
+        """The update of an item from vLLM's cache; some processors write its number anew, and then make other details."""
+        made = super()._recompute_cached_prompt_update(cached_update, new_item_idx)  # type: ignore[misc]
+        vars(made.content).update({k: v for k, v in vars(cached_update.content).items() if k.startswith("mmaccel_")})
+        return made
+
     def get_dummy_mm_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Inputs by which vLLM measures memory; they are not counted."""
         self.dummy = True
@@ -158,10 +164,12 @@ class ReducedProcessor:
             if opaque and self.info.ctx.model_config.is_mm_prefix_lm:
                 opaque, stays = False, self._run_by_run(update.modality, visual, kept)
             if opaque:
-                apart = torch.stack([full, visual.long()])
+                inside, token = self._inside(visual), self.plan.placeholder(update.modality)
+                apart = torch.stack([full[inside], visual[inside].long()])
                 item[APART] = MultiModalFieldElem(data=apart, field=MultiModalBatchedField(keep_on_cpu=True))
-                length = len(full) - before + total
-                shorter = PromptUpdateDetails([self.plan.placeholder(update.modality)] * length)
+                left = [token] * (apart.shape[1] - before + total)
+                tokens = [*full[: inside.start].tolist(), *left, *full[inside.stop :].tolist()]
+                shorter = PromptUpdateDetails.select_token_id(tokens, token)
             else:
                 shorter = PromptUpdateDetails(full[stays].tolist(), details.is_embed)
             shorter.mmaccel_before, shorter.mmaccel_kept = before, total
@@ -170,7 +178,7 @@ class ReducedProcessor:
         return dataclasses.replace(update, replacement=content)
 
     def _apart(self, modality: Modality, visual: torch.Tensor) -> bool:
-        """Whether all of an item becomes placeholders, and its text comes with what is encoded.
+        """Whether an item becomes placeholders, and the text between them comes with what is encoded.
 
         So it is where text stands between placeholders, behind rows of a picture or between frames of a clip: how many tokens
         stay on either side of it is known only when the item is encoded. Clips of one frame are as those of several.
@@ -178,6 +186,19 @@ class ReducedProcessor:
         places = visual.nonzero()[:, 0]
         between = int(places[-1] - places[0]) + 1 != len(places)
         return self.plan.reduces and (between or (modality == "video" and not bool(visual.all())))
+
+    def _inside(self, visual: torch.Tensor) -> slice:
+        """The part of an item that becomes placeholders.
+
+        From its first to its last visual token: text in front may say the number of a picture, which differs between requests.
+        With M-RoPE the whole item: vLLM finds frames by the marks in front of them.
+
+        visual : ``[n]`` bool.
+        """
+        if self.plan.turns:
+            return slice(0, len(visual))
+        places = visual.nonzero()[:, 0]
+        return slice(int(places[0]), int(places[-1]) + 1)
 
     def _run_by_run(self, modality: Modality, visual: torch.Tensor, kept: Kept) -> torch.Tensor:
         """``[n]`` bool: the tokens that stay of an item with text between its runs of placeholders, where those of a run attend
