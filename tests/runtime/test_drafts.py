@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from mmaccel.kv.policies.loki import Loki
 from mmaccel.kv.policies.quest import Quest
 from mmaccel.kv.policies.tokenselect import TokenSelect
 from mmaccel.kv.recurrent import states_of
+from mmaccel.method import model_options
 from mmaccel.method.model_options import KeepLoaded
 from mmaccel.runtime.decoding import drafting, layer_skip, reader
 from mmaccel.runtime.decoding.length import Acceptance, Costs, best_length, expected
@@ -791,7 +793,11 @@ def test_figures_of_drafts_fit_together(liar: type[Liar], monkeypatch: pytest.Mo
     assert f"{figures['forwards_saved']} forwards saved" in line
 
 
-def test_what_calls_have_learned_outlives_a_context_only_where_a_program_keeps_it() -> None:
+def test_what_calls_have_learned_outlives_a_context_only_where_a_program_keeps_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # programs of other tests may not be collected yet
+    monkeypatch.setattr(model_options, "_keepers", WeakSet())
     tiny, feed = zoo.model("llava"), zoo.inputs("llava")
 
     def drafted() -> int:

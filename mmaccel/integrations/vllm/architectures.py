@@ -206,13 +206,15 @@ def _sliced(family: Any, modality: Modality, arguments: Arguments) -> list[Pictu
     clips = modality == "video"
     sizes, joins = (arguments[f"{'video_' if clips else ''}{name}"] for name in ("tgt_sizes", "use_vit_merger"))
     offset, pictures = 0, list[Picture]()
+    # one wait for the device, whatever the number of items
+    shapes = iter(torch.cat([*sizes]).tolist())
     for item, (slices, whole) in enumerate(zip(sizes, joins, strict=True)):
         side = family.side_of(VisionOutput({"downsample_mode": "16x" if bool(whole) else "4x"}, 0))
         a_frame = len(slices) // len(arguments["video_image_sizes"][item]) if clips else len(slices)
         pictures.append([])
-        for number, (height, width) in enumerate((slices // side).tolist()):
-            pictures[-1].append(Tile.raster(1, height, width, offset, frame=number // a_frame))
-            offset += height * width
+        for number, (height, width) in enumerate(islice(shapes, len(slices))):
+            pictures[-1].append(Tile.raster(1, height // side, width // side, offset, frame=number // a_frame))
+            offset += len(pictures[-1][-1])
     return pictures
 
 
