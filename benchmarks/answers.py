@@ -230,8 +230,9 @@ def recipe_of(title: str, folder: str = "") -> Recipe:
     options = {"proportional": "all"} if weighed else {}
     if name == "learned-blind":
         if not (selector := blind_selector_folder(folder)):
+            # without the path, since it is written into the report
             raise MmaccelError(
-                f"No folder selector-blind lies beside the weights in {folder}; run mmaccel distil --blind."
+                f"{Path(folder).name} has no selector-blind beside its weights; run mmaccel distil --blind."
             )
         name, options = "learned", {**options, "selector": selector}
     found = get_recipe(name, **options)
@@ -430,7 +431,7 @@ def main() -> int:
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         default="float32",
-        help="default: float32; float16, as they are stored, of the published rows of the smallest models",
+        help="default: float32; published rows of mini-smol are in bfloat16, those of the other models in float16",
     )
     parser.add_argument("--minutes", type=float, help="stop after so many; the same command goes on")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1)")

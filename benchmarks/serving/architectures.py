@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from mmaccel.cli.shared.text import markdown, put_between
 from mmaccel.integrations.vllm import ARCHITECTURES
+from mmaccel.programs.bench import provenance
 
 TESTS = Path(__file__).parents[2] / "tests"
 RESULTS = Path("benchmarks/results/vllm-architectures.json")
@@ -142,9 +143,7 @@ def main() -> int:
             state["done"][key] = asdict(compare(family, Path(folder), runner))
         used = state["versions"].setdefault(version, {})
         for name in ("torch", "transformers", "mmaccel"):
-            its = importlib.metadata.version(name)
-            if its not in used.setdefault(name, its).split(" and "):
-                used[name] += f" and {its}"
+            used[name] = provenance.also(used.get(name), importlib.metadata.version(name))
         options.out.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
     found = [Found(**one) for one in state["done"].values()]
     about = "; ".join(

@@ -41,8 +41,11 @@ class MiniCpmV(Stateful, TiledByText):
     joins_along = 1
 
     def side_of(self, encoded: EncoderCall) -> int:
-        """Patches along one side of the block that becomes one token; the tower's windows can be left out."""
-        mode = encoded.arguments.get("downsample_mode") or self.config.downsample_mode
+        """Patches along one side of the block that becomes one token."""
+        return self.side_in(encoded.arguments.get("downsample_mode") or self.config.downsample_mode)
+
+    def side_in(self, mode: str) -> int:
+        """The same in a downsample mode, ``"16x"`` or ``"4x"``, which leaves the tower's windows out."""
         side: int = self.config.merge_kernel_size[0] ** self.config.merger_times
         return side if mode == "4x" else side * self.vision.window_kernel_size[0]
 

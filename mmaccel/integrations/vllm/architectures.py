@@ -17,7 +17,6 @@ from ...errors import MmaccelError, UnsupportedError
 from ...families.base import consecutive
 from ...families.pixtral import Mistral3
 from ...method.registry import loaded, refused_offer
-from ...runtime.call.vision_output import VisionOutput
 
 #: the entry point group through which another package offers architectures
 ENTRY_POINTS = "mmaccel.vllm_architectures"
@@ -209,7 +208,7 @@ def _sliced(family: Any, modality: Modality, arguments: Arguments) -> list[Pictu
     # one wait for the device, whatever the number of items
     shapes = iter(torch.cat([*sizes]).tolist())
     for item, (slices, whole) in enumerate(zip(sizes, joins, strict=True)):
-        side = family.side_of(VisionOutput({"downsample_mode": "16x" if bool(whole) else "4x"}, 0))
+        side = family.side_in("16x" if bool(whole) else "4x")
         a_frame = len(slices) // len(arguments["video_image_sizes"][item]) if clips else len(slices)
         pictures.append([])
         for number, (height, width) in enumerate(islice(shapes, len(slices))):

@@ -28,7 +28,7 @@ def plan_of(model_config: Any, name: str) -> ServingPlan:
     architecture, given = known_architectures()[name], override_of(model_config)
     if isinstance(given, Mapping) and not given.get("selector"):
         asked = given.get("recipe")
-        if asked == "learned" or (isinstance(asked, list) and "learned" in asked):
+        if asked == "learned" or (isinstance(asked, (list, tuple)) and "learned" in asked):
             given = {**given, "selector": blind_selector_folder(str(model_config.model))}
     return ServingPlan(settings_of(given), architecture.config(model_config), architecture)
 
